@@ -22,7 +22,7 @@ import torch
 from fixtures.conforming import load_conforming
 from fixtures.tiny import save_tiny
 from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec

@@ -47,7 +47,7 @@ STEPS = (
         "preloaded modules and memory",
         75,
         "the fork server was refused (worlds/rank/preload.py; 'asked CUDA for its devices': NVML was not found, see "
-        "LD_LIBRARY_PATH), or GPU memory is not measured as torch does (observers/memory.py)",
+        "LD_LIBRARY_PATH), or GPU memory is not measured as torch does (checks/memory/observe/peak.py)",
         (*ON_GPU, "-k", "preloaded or memory"),
     ),
     Step(
@@ -59,7 +59,7 @@ STEPS = (
     Step(
         "conforming loader, one rank with NCCL",
         90,
-        "'does not reproduce itself' is a kernel that is not deterministic (observers/support/reproducible.py); "
+        "'does not reproduce itself' is a kernel that is not deterministic (ranks/reproducible.py); "
         "buffers that differ by 1e-7 are computed on the GPU by the loader and on the CPU by the reference",
         (*CONFORMING, OWN, "-k", "test_sharded and llama-world1"),
     ),
@@ -78,8 +78,7 @@ STEPS = (
     Step(
         "the same in bfloat16 with 2048 tokens",
         75,
-        "if only this fails, an attention kernel adds up gradients in an order that varies "
-        "(observers/support/reproducible.py)",
+        "if only this fails, an attention kernel adds up gradients in an order that varies (ranks/reproducible.py)",
         (*CONFORMING, OWN, "-k", "test_long_batches and world1"),
     ),
     Step(

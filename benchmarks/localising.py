@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from benchmarks.on_ranks import peak_memory
 from fixtures import localised
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
+from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.tracing.observe.comparison import TracedReference
+from pytest_fsdp_meta.checks.tracing.observe.step import trace_rank, trace_reference
+from pytest_fsdp_meta.checks.training.observe.reference import declared_subject
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.observers.batches import batch_slice, global_batch, loss_of, own_rows
-from pytest_fsdp_meta.observers.loading import loaded_subject
-from pytest_fsdp_meta.observers.memory import return_freed_memory
-from pytest_fsdp_meta.observers.reference import declared_subject
-from pytest_fsdp_meta.observers.support.poison import deterministic
-from pytest_fsdp_meta.observers.trace_comparison import TracedReference
-from pytest_fsdp_meta.observers.traces import trace_rank, trace_reference
+from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, loss_of, own_rows
+from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import ForkServerEngine, Rank, Sources, World, WorldSpec, current
 
@@ -117,10 +117,10 @@ def measure(engine: ForkServerEngine, blocks: int, width: int, rows: int, tokens
             world.start()
             alone.start()
             call = Call(cloudpickle.dumps(load), wants_rank="fsdp")
-            loaded = world.call("pytest_fsdp_meta.observers.loading:load", (call, ()))
+            loaded = world.call("pytest_fsdp_meta.checks.materialisation.observe:load", (call, ()))
             recipe, (_, size) = loaded[0].recipe, loaded[0].data_parallel
             record = str(Path(folder, "values.safetensors"))
-            alone.run("pytest_fsdp_meta.observers.reference:record_reference", recipe, (), (), record)
+            alone.run("pytest_fsdp_meta.checks.training.observe.reference:record_reference", recipe, (), (), record)
             plain, plain_peak = map(max, zip(*world.run(step), strict=True))
             traced, reference, reference_peak = alone.run(traced_reference, recipe, folder, size)[0]
             [(alone_plain, alone_peak)] = alone.run(reference_step)

@@ -28,8 +28,8 @@ SEED = 40
 WANTED = {"catalogue": 60, "observers": 35, "trial": 15, "worlds": 40}
 """Room -> number of mutants."""
 STAGES: Mapping[str, Sequence[str]] = {
-    "catalogue": ("tests/catalogue", "conformance/test_defects.py", "tests/trial", "tests/reports tests/plugin"),
-    "observers": ("tests/observers", "conformance/test_defects.py", "tests/trial", "conformance"),
+    "catalogue": ("tests/checks", "conformance/test_defects.py", "tests/trial", "tests/reports tests/plugin"),
+    "observers": ("tests/ranks", "conformance/test_defects.py", "tests/trial", "conformance"),
     "trial": ("tests/trial", "conformance/test_defects.py", "conformance tests/plugin"),
     "worlds": ("tests/worlds", "tests/plugin", "tests/trial"),
 }

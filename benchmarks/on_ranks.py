@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fixtures.conforming import load_conforming, own_rows, subject
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.observers.inventory import take_inventory
-from pytest_fsdp_meta.observers.optimizers import make_optimizer
-from pytest_fsdp_meta.observers.steps import train
-from pytest_fsdp_meta.observers.values import observe_values
+from pytest_fsdp_meta.checks.training.observe.steps import train
+from pytest_fsdp_meta.checks.values.observe import observe_values
+from pytest_fsdp_meta.ranks.inventory import take_inventory
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.transformers import reference_model
 from pytest_fsdp_meta.worlds import Rank, current
 

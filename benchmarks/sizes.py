@@ -55,7 +55,7 @@ def work(name: str, path: Path) -> dict[str, Any]:
     from benchmarks import catalogue
     from fixtures.conforming import load_conforming
     from pytest_fsdp_meta.catalogue import built_in, judge
-    from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+    from pytest_fsdp_meta.judging.registry import OBSERVATIONS
     from pytest_fsdp_meta.loader.call import Call
     from pytest_fsdp_meta.trial import ON_RANKS, Trial
     from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec

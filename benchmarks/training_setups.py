@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fixtures.architectures import load_plainly
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.observers.adapters.dtensor import own_memory
+from pytest_fsdp_meta.ranks.adapters.dtensor import own_memory
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
 

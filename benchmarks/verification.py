@@ -46,7 +46,7 @@ def measure_throughput(folder: Path, gib: float, repeats: int) -> list[dict[str,
     path = checkpoint(folder / "large", tensors, 4096, 4096)  # 64 MiB each
     loader = pack_loader(path)
     with World(WorldSpec({"dp_shard": WORLD}, timeout=1800), preload()) as world:
-        world.run("pytest_fsdp_meta.observers.loading:load", loader)
+        world.run("pytest_fsdp_meta.checks.materialisation.observe:load", loader)
         return list(world.run("benchmarks.on_ranks:verify", str(path), repeats))
 
 

@@ -32,7 +32,7 @@ from conformance.field_results import TASKS, ArchitectureResult, accept
 from conformance.judging import judge_all
 from fixtures.releases import NO_FSDP_SIZE
 from pytest_fsdp_meta import __version__
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import ByName, Call
 from pytest_fsdp_meta.trial import ON_RANKS, LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec

@@ -13,7 +13,7 @@ import pytest
 
 from conformance.judging import judge_all
 from conformance.released import count_lines, recipe_of
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.trial import ON_RANKS, Trial

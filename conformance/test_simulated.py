@@ -20,12 +20,12 @@ from conformance.judging import require
 from fixtures.conforming import blocks, build_on_meta, load_conforming, load_sharded, materialise
 from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.checks.memory.observe.peak import Meter, noting_resizes
+from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, BytesOfRanks
 from pytest_fsdp_meta.evidence import TensorFacts
-from pytest_fsdp_meta.evidence.simulation import BACKWARD, BytesOfRanks
-from pytest_fsdp_meta.observers.adapters.dtensor import local_part
-from pytest_fsdp_meta.observers.batches import own_rows
-from pytest_fsdp_meta.observers.memory import Meter, noting_resizes
-from pytest_fsdp_meta.observers.support.watching import tensors_in, watching
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.batches import own_rows
+from pytest_fsdp_meta.ranks.watching import tensors_in, watching
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.trial import LoaderFailed
 

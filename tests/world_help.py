@@ -42,7 +42,7 @@ LOADER_MODULES = (
         "fixtures.forms_registry",
         "fixtures.localised",
     ),
-    *("pytest_fsdp_meta.reports.terminal", "tests.catalogue.evidence_factory"),
+    *("pytest_fsdp_meta.reports.terminal", "tests.checks.evidence_factory"),
 )
 
 

@@ -4,10 +4,10 @@ Nothing here holds a live tensor or imports torch, so evidence can be pickled, s
 have ended. Shapes are in elements, and sequences over ranks are in rank order.
 """
 
-from pytest_fsdp_meta.evidence.batches import Epoch, RankBatches
-from pytest_fsdp_meta.evidence.checkpoint import Export, Resharded
-from pytest_fsdp_meta.evidence.draws import DrawnTensor, RankDraws, Spread
-from pytest_fsdp_meta.evidence.mesh_dims import (
+from pytest_fsdp_meta.checks.checkpoint.facts import Export, Resharded
+from pytest_fsdp_meta.checks.data.facts import Epoch, RankBatches
+from pytest_fsdp_meta.checks.drawn.facts import DrawnTensor, RankDraws, Spread
+from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import (
     replicates,
     sharded_dim,
     shards_data,
@@ -16,21 +16,16 @@ from pytest_fsdp_meta.evidence.mesh_dims import (
     splits_sequence,
     splits_stages,
 )
-from pytest_fsdp_meta.evidence.records import (
-    VALUES_CHECKS,
-    Evidence,
-    ReferenceFacts,
-    SubjectFacts,
-    Unavailable,
-    WorldFacts,
-    combine_subjects,
-    frozen_sources,
-    not_declared,
-    partly_held,
+from pytest_fsdp_meta.checks.sharding.facts.stages import holding_stages
+from pytest_fsdp_meta.checks.structure.facts import (
+    MeshFacts,
+    OptimizerFacts,
+    PartFacts,
+    RankInventory,
+    Region,
+    TensorFacts,
 )
-from pytest_fsdp_meta.evidence.stages import holding_stages
-from pytest_fsdp_meta.evidence.tensors import MeshFacts, OptimizerFacts, PartFacts, RankInventory, Region, TensorFacts
-from pytest_fsdp_meta.evidence.training import (
+from pytest_fsdp_meta.checks.training.facts import (
     Accumulation,
     Clipping,
     Comparison,
@@ -44,6 +39,18 @@ from pytest_fsdp_meta.evidence.training import (
     StaleWeight,
     TensorNoise,
     TrainedBuffers,
+)
+from pytest_fsdp_meta.evidence.records import (
+    VALUES_CHECKS,
+    Evidence,
+    ReferenceFacts,
+    SubjectFacts,
+    Unavailable,
+    WorldFacts,
+    combine_subjects,
+    frozen_sources,
+    not_declared,
+    partly_held,
 )
 
 __all__ = [

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
+from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.evidence.simulation import SimulatedSize
 from pytest_fsdp_meta.reports.schema import PASSED, UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary
 
 

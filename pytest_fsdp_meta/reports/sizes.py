@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pytest_fsdp_meta.evidence.simulation import SimulatedSize, SimulatedStep
+from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize, SimulatedStep
 from pytest_fsdp_meta.text import as_bytes
 
 

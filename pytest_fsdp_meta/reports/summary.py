@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import count
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
-from pytest_fsdp_meta.catalogue.checks.memory import load_limits
-from pytest_fsdp_meta.catalogue.diagnosis.limits import loss_tolerances
-from pytest_fsdp_meta.catalogue.diagnosis.parity import global_losses, slice_losses
+from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
+from pytest_fsdp_meta.checks.memory.judge.loading import load_limits
+from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import sharded_dim
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
-from pytest_fsdp_meta.evidence.collectives import RankCollectives
-from pytest_fsdp_meta.evidence.mesh_dims import sharded_dim
+from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
+from pytest_fsdp_meta.judging.limits import loss_tolerances
 from pytest_fsdp_meta.reports.schema import Curves, Evenness, FindingRecord, Piece, Summary, TensorRecord, Traffic
 from pytest_fsdp_meta.reports.traced_step import record_step
 

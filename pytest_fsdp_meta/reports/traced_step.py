@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.catalogue.diagnosis.origin import Place, describe_place, find_place
-from pytest_fsdp_meta.catalogue.diagnosis.traced_calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
-from pytest_fsdp_meta.evidence.traces import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace, TracedCall
+from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace, TracedCall
+from pytest_fsdp_meta.checks.tracing.judge.calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
+from pytest_fsdp_meta.checks.tracing.judge.origin import Place, describe_place, find_place
 from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
 
 NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}

@@ -8,11 +8,17 @@ from itertools import product
 from math import prod
 from statistics import median_low
 
+from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import split_factor
+from pytest_fsdp_meta.checks.sharding.facts.numbering import (
+    Order,
+    mesh_and_place,
+    order_of,
+    place_of_rank,
+    possible_orders,
+)
+from pytest_fsdp_meta.checks.simulation.facts import BytesOfRanks
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, sharded_dim
-from pytest_fsdp_meta.evidence.mesh_dims import split_factor
-from pytest_fsdp_meta.evidence.numbering import Order, mesh_and_place, order_of, place_of_rank, possible_orders
-from pytest_fsdp_meta.evidence.simulation import BytesOfRanks
-from pytest_fsdp_meta.observers.support.layout import regions
+from pytest_fsdp_meta.ranks.layout import regions
 
 Place = tuple[int, ...]
 Cuts = tuple[tuple[int, int], ...]

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 LOADER_OUTCOMES = (*SKIPS, ASSUME)
 """Exceptions that count as an outcome of the loader when every rank raises them; xfail is set by the marker only."""

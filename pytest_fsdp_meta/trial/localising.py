@@ -6,8 +6,8 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
+from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining
-from pytest_fsdp_meta.evidence.traces import RankTrace
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -16,7 +16,7 @@ from pytest_fsdp_meta.worlds import World, WorldError
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
 """The checks whose findings say at which step the training departs."""
 STAGES = "the stages of a pipeline run by the author's schedule"
-REFUSED = ("pytest_fsdp_meta.observers.traces.NotTraceable",)
+REFUSED = ("pytest_fsdp_meta.checks.tracing.observe.step.NotTraceable",)
 
 
 def departing_step(evidence: Evidence, selection: Container[str] | None) -> int | None:

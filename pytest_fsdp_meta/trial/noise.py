@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.evidence import Comparison, Noise, RankInventory, RankTraining, ReferenceFacts
-from pytest_fsdp_meta.evidence.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError

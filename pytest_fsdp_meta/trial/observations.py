@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.checks.collectives.facts import RankCollectives, RankMemory
+from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.evidence import (
     VALUES_CHECKS,
     Comparison,
@@ -25,9 +26,8 @@ from pytest_fsdp_meta.evidence import (
     frozen_sources,
     not_declared,
 )
-from pytest_fsdp_meta.evidence.collectives import RankCollectives, RankMemory
-from pytest_fsdp_meta.evidence.traces import RankTrace
-from pytest_fsdp_meta.observers.support.reference_record import RECORDS, noise_of, record_at
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
+from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.loads import Load, Loads
 from pytest_fsdp_meta.trial.localising import departing_step, trace_step
@@ -45,7 +45,7 @@ from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 T = TypeVar("T")
 NEED_REFERENCE = frozenset({"values", "verifier", "draws", "training", "export", "resharded"})

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankStateDict
 from pytest_fsdp_meta.evidence import (
     RankInventory,
     ReferenceFacts,
@@ -18,13 +18,13 @@ from pytest_fsdp_meta.evidence import (
     partly_held,
     sharded_dim,
 )
-from pytest_fsdp_meta.evidence.checkpoint import FirstStep, RankStateDict
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"

@@ -1,8 +1,8 @@
 """Call observers on the ranks by name, with the types of the functions themselves.
 
 Observers import torch and the pytest process must not, so at run time each module here is a stand-in whose attributes
-are names ("pytest_fsdp_meta.observers.values:observe_values"). A type checker sees the real modules, and with them the
-parameters and the result of every observer.
+are names ("pytest_fsdp_meta.checks.values.observe:observe_values"). A type checker sees the real modules, and with
+them the parameters and the result of every observer.
 """
 
 from __future__ import annotations
@@ -15,60 +15,55 @@ from pytest_fsdp_meta.worlds import World
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OBSERVERS = "pytest_fsdp_meta.observers"
+CHECKS = "pytest_fsdp_meta.checks"
 ON_RANKS = (
-    *(f"{OBSERVERS}.checkpoint", f"{OBSERVERS}.saved_state", f"{OBSERVERS}.training", f"{OBSERVERS}.noise"),
-    *(f"{OBSERVERS}.author_data", f"{OBSERVERS}.drawn_weights", f"{OBSERVERS}.export"),
-    f"{OBSERVERS}.preload:warm_up",
+    *(f"{CHECKS}.checkpoint.observe.{name}" for name in ("round_trip", "saved_state", "export")),
+    *(f"{CHECKS}.training.observe.{name}" for name in ("training", "noise")),
+    *(f"{CHECKS}.data.observe.author_data", f"{CHECKS}.drawn.observe"),
+    "pytest_fsdp_meta.ranks.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers import (
-        author_data,
-        checkpoint,
-        drawn_weights,
-        export,
-        loading,
-        noise,
-        random_numbers,
-        reference,
-        saved_state,
-        simulated_step,
-        simulation,
-        state_dict,
-        step_collectives,
-        traces,
-        training,
-        values,
-    )
+    from pytest_fsdp_meta.checks.checkpoint.observe import export, saved_state, state_dict
+    from pytest_fsdp_meta.checks.checkpoint.observe import round_trip as checkpoint
+    from pytest_fsdp_meta.checks.collectives.observe import step as step_collectives
+    from pytest_fsdp_meta.checks.data.observe import author_data
+    from pytest_fsdp_meta.checks.drawn import observe as drawn_weights
+    from pytest_fsdp_meta.checks.materialisation import observe as loading
+    from pytest_fsdp_meta.checks.random_numbers.observe import step as random_numbers
+    from pytest_fsdp_meta.checks.simulation.observe import load as simulation
+    from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
+    from pytest_fsdp_meta.checks.tracing.observe import step as traces
+    from pytest_fsdp_meta.checks.training.observe import noise, reference, training
+    from pytest_fsdp_meta.checks.values import observe as values
 else:
 
     class ObserverModule:
         """Stand-in for a module of observers."""
 
         def __init__(self, module: str) -> None:
-            self._module = module
+            self._module = f"{CHECKS}.{module}"
 
         def __getattr__(self, function: str) -> str:
             return f"{self._module}:{function}"
 
-    author_data = ObserverModule(f"{OBSERVERS}.author_data")
-    checkpoint = ObserverModule(f"{OBSERVERS}.checkpoint")
-    drawn_weights = ObserverModule(f"{OBSERVERS}.drawn_weights")
-    export = ObserverModule(f"{OBSERVERS}.export")
-    loading = ObserverModule(f"{OBSERVERS}.loading")
-    noise = ObserverModule(f"{OBSERVERS}.noise")
-    saved_state = ObserverModule(f"{OBSERVERS}.saved_state")
-    random_numbers = ObserverModule(f"{OBSERVERS}.random_numbers")
-    reference = ObserverModule(f"{OBSERVERS}.reference")
-    simulated_step = ObserverModule(f"{OBSERVERS}.simulated_step")
-    simulation = ObserverModule(f"{OBSERVERS}.simulation")
-    state_dict = ObserverModule(f"{OBSERVERS}.state_dict")
-    step_collectives = ObserverModule(f"{OBSERVERS}.step_collectives")
-    traces = ObserverModule(f"{OBSERVERS}.traces")
-    training = ObserverModule(f"{OBSERVERS}.training")
-    values = ObserverModule(f"{OBSERVERS}.values")
+    author_data = ObserverModule("data.observe.author_data")
+    checkpoint = ObserverModule("checkpoint.observe.round_trip")
+    drawn_weights = ObserverModule("drawn.observe")
+    export = ObserverModule("checkpoint.observe.export")
+    loading = ObserverModule("materialisation.observe")
+    noise = ObserverModule("training.observe.noise")
+    random_numbers = ObserverModule("random_numbers.observe.step")
+    reference = ObserverModule("training.observe.reference")
+    saved_state = ObserverModule("checkpoint.observe.saved_state")
+    simulated_step = ObserverModule("simulation.observe.step")
+    simulation = ObserverModule("simulation.observe.load")
+    state_dict = ObserverModule("checkpoint.observe.state_dict")
+    step_collectives = ObserverModule("collectives.observe.step")
+    traces = ObserverModule("tracing.observe.step")
+    training = ObserverModule("training.observe.training")
+    values = ObserverModule("values.observe")
 
 __all__ = [
     "ON_RANKS",

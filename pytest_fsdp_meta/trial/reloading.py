@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.checks.random_numbers.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import (
     Comparison,
     Epoch,
@@ -25,8 +27,6 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     not_declared,
 )
-from pytest_fsdp_meta.evidence.checkpoint import RankResumed, RankSaved, RankStateDict
-from pytest_fsdp_meta.evidence.random_numbers import RankTrainingMode
 from pytest_fsdp_meta.trial.author_data import read_epoch, resume_epoch
 from pytest_fsdp_meta.trial.checkpoint_files import restored_if_deleted
 from pytest_fsdp_meta.trial.loads import Loads

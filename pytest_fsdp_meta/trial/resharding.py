@@ -12,7 +12,7 @@ from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on, saved_state
 from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.saved_state import Held
+    from pytest_fsdp_meta.checks.checkpoint.observe.saved_state import Held
 
 
 @dataclass(frozen=True)

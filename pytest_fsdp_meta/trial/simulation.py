@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.checks.simulation.facts import FACTORS, NO_VALUES, SimulatedSize
 from pytest_fsdp_meta.evidence import (
     Evidence,
     RankInventory,
@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import (
     not_declared,
     shards_data,
 )
-from pytest_fsdp_meta.evidence.simulation import FACTORS, NO_VALUES, SimulatedSize
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
@@ -29,7 +29,7 @@ from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 WITHOUT_VALUES = Unavailable(NO_VALUES)
 

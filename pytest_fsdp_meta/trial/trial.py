@@ -24,7 +24,7 @@ from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, W
 from pytest_fsdp_meta.worlds.system import temp_folders
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.observers.loading import Loaded
+    from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 
 class LoaderFailed(Exception):

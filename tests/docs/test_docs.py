@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fixtures.releases import NO_FSDP_SIZE
-from pytest_fsdp_meta.catalogue.registry import OBSERVATIONS
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES
 from tests.docs.markdown_help import ROOT, Page, missing, type_in
 

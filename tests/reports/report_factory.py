@@ -8,9 +8,9 @@ from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.checks.collectives.facts import Collective, RankMemory
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
-from pytest_fsdp_meta.evidence.collectives import Collective, RankMemory
-from pytest_fsdp_meta.observers.support.layout import regions
+from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.schema import (
     SCHEMA,
@@ -30,7 +30,7 @@ from pytest_fsdp_meta.reports.schema import (
     TracedStep,
     Traffic,
 )
-from tests.catalogue.evidence_factory import shard_of
+from tests.checks.evidence_factory import shard_of
 
 CATALOGUE = tuple(CatalogueRecord(c.id, c.family, c.promise, c.since) for c in built_in())
 LLAMA = "tests/test_llama.py::test_llama"

@@ -22,7 +22,7 @@ from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.totals import describe_totals
-from tests.catalogue.test_memory import WHOLE, WIDTH, stored
+from tests.checks.test_memory import WHOLE, WIDTH, stored
 from tests.conftest import Project
 from tests.reports.many_loaders import LOST, nightly
 from tests.reports.report_factory import check, finding, loader, raised, report

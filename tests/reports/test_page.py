@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.evidence.codec import to_plain
-from pytest_fsdp_meta.evidence.collectives import Collective
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page import render, write_page

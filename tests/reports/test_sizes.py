@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence.simulation import (
+from pytest_fsdp_meta.checks.simulation.facts import (
     BytesOfRanks,
     ModuleTraffic,
     RankSize,

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure, describe_finding
-from tests.catalogue.evidence_factory import (
+from tests.checks.evidence_factory import (
     CATALOGUE,
     MIDDLE,
     ROTARY,

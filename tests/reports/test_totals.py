@@ -11,7 +11,7 @@ from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import evenness_of
 from pytest_fsdp_meta.reports.totals import ACTIVITIES, describe_totals, nothing_judged
-from tests.catalogue.evidence_factory import parameter
+from tests.checks.evidence_factory import parameter
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
 CATALOGUE = built_in()

@@ -10,15 +10,15 @@ from itertools import chain
 
 import pytest
 
+from pytest_fsdp_meta.checks.tracing.facts import ModuleFacts, RankTrace, TracedCall
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
-from pytest_fsdp_meta.evidence.traces import ModuleFacts, RankTrace, TracedCall
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import render
 from pytest_fsdp_meta.reports.page.traced import PhaseView, describe_multiple, step_view
 from pytest_fsdp_meta.reports.schema import TracedPhase, TracedRow, TracedStep
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.traced_step import MOST_COLUMNS, NEAR, record_step
-from tests.catalogue.evidence_factory import healthy
+from tests.checks.evidence_factory import healthy
 from tests.conftest import Project
 from tests.reports.report_factory import loader, report, traced_step
 from tests.world_help import ROOT

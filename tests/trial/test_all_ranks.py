@@ -8,8 +8,8 @@ from statistics import median_low
 import pytest
 import torch
 
+from pytest_fsdp_meta.checks.simulation.facts import BytesOfRanks
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, TensorFacts
-from pytest_fsdp_meta.evidence.simulation import BytesOfRanks
 from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
 
 HSDP = (("dp_replicate", 2), ("dp_shard", 6))

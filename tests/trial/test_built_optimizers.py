@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.observers.joined_optimizer import parts_of_optimizer
-from pytest_fsdp_meta.observers.optimizers import built_optimizer, make_optimizer, settings_of
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer, settings_of
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial.test_trial import batch, build, judged, loss, observed, subject
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.checks.data.observe.author_data import MOST_BATCHES
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.observers.author_data import MOST_BATCHES
 from pytest_fsdp_meta.trial import Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import trial_preload

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.catalogue.evidence_factory import findings_of
+from tests.checks.evidence_factory import findings_of
 from tests.world_help import trial_preload
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"

@@ -14,8 +14,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_meta.checks.simulation.facts import BACKWARD
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.evidence.simulation import BACKWARD
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards

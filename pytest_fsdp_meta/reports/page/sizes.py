@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.evidence.simulation import ModuleTraffic, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.checks.simulation.facts import ModuleTraffic, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.reports.sizes import describe_fit, smallest_first, why_no_step
 
 BAR_WIDTH, BAR_HEIGHT = 320, 14

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2, prod
 
-from pytest_fsdp_meta.evidence.collectives import Collective
+from pytest_fsdp_meta.checks.collectives.facts import Collective
 
 MOST_ROWS = 400
 TIMELINE_WIDTH, TIMELINE_HEIGHT, LEAST_BAR = 160, 16, 1.5

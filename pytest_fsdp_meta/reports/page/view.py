@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
-from pytest_fsdp_meta.evidence.collectives import Collective
+from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.reports.causes import describe_failures, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart

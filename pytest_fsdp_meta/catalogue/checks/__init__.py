@@ -1,1 +1,0 @@
-"""The checks, one file per family."""

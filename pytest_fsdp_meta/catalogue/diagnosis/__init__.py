@@ -1,1 +1,0 @@
-"""Helpers by which judges name the pattern, the expectation or the factor behind a finding."""

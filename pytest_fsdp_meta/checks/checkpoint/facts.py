@@ -1,0 +1,162 @@
+"""Evidence about checkpoints: the keys saved, and the values after loading them again, here or in another world.
+
+A digest is a short string that is the same for the same bytes, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
+from pytest_fsdp_meta.checks.structure.facts import PartFacts
+from pytest_fsdp_meta.checks.training.facts import Comparison
+
+
+@dataclass(frozen=True)
+class RankStateDict:
+    """The keys under which a rank saves the model.
+
+    ``refused`` is the error that torch's own ``get_model_state_dict`` raised for the model, or empty. If it is set,
+    the keys are those of ``model.state_dict()`` without the prefixes that torch's wrappers insert.
+    """
+
+    keys: tuple[str, ...]
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class RankSaved:
+    """The checkpointed values on one rank, either before saving or after loading.
+
+    ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
+    ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
+    model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
+    """
+
+    tensors: Mapping[str, str]
+    extra: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankResumed:
+    """Model and optimizer of one rank at a checkpoint, and the losses of the training steps that follow it.
+
+    ``state`` is the optimizer's state by parameter and key, and ``groups`` has the hyperparameters of its parameter
+    groups; both as short strings that are equal for equal values.
+    """
+
+    model: RankSaved
+    state: Mapping[str, Mapping[str, str]]
+    groups: tuple[Mapping[str, str], ...]
+    losses: tuple[float, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """The parameters that require no gradient."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """The groups of parameters that have one memory."""
+    exported: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
+    rates: tuple[tuple[float, ...], ...] = ()
+    """The learning rate of each parameter group, for each step that follows."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
+    plain: tuple[str, ...] = ()
+    """The entries of ``beside`` that are not DTensors."""
+    generators: Mapping[str, RandomState] = field(default_factory=dict)
+    """Torch's default generators while the author's save() or resume() runs, by device type."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The optimizer of one rank after its first step.
+
+    ``unloadable`` says why torch cannot load the optimizer's state, or is empty. ``stateless`` names the trainable
+    parameters that have no optimizer state because they received no gradient.
+    """
+
+    unloadable: str
+    stateless: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankExport:
+    """What one rank exports: the keys of its state dict, and the parts of tensors that are put together from parts.
+
+    ``held`` has the parts that its model holds of those tensors, ``exported`` the parts that its state dict has.
+    """
+
+    keys: tuple[str, ...]
+    held: Mapping[str, PartFacts] = field(default_factory=dict)
+    exported: Mapping[str, PartFacts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportedPart:
+    """What one rank's state dict has of a tensor, compared with the same part of the reference.
+
+    The comparison is None if the reference has no such tensor.
+    """
+
+    rank: int
+    comparison: Comparison | None = None
+    rounded: str = ""
+    """The dtype of the part, if that cannot hold the reference's values."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A tensor of the export that is put together from the parts in the ranks' state dicts.
+
+    No state dict has ``absent`` of its ``elements``, the first of them at ``index``; the ranks ``lacking`` hold them.
+    The ranks ``diverging`` export other values than the ranks ``before`` them for the same elements.
+    """
+
+    name: str
+    parts: tuple[ExportedPart, ...] = ()
+    elements: int = 0
+    absent: int = 0
+    index: tuple[int, ...] | None = None
+    lacking: tuple[int, ...] = ()
+    diverging: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Export:
+    """The gathered (full) state dict compared with the reference: missing and unexpected keys, and every tensor.
+
+    ``comparisons`` has the tensors that are gathered whole, ``assembled`` those that are put together from parts, which
+    an adapter describes or which only some ranks have.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """The tensors whose dtype in the export cannot hold the reference's values, with that dtype."""
+    assembled: tuple[Assembled, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A checkpoint loaded in a world of another size; ``comparisons`` has one entry for each rank of that world.
+
+    ``refused`` is the first line of the error that loading raised there, although loading in a world of the same size
+    succeeds; ``ranks`` are the ranks that raised it.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    comparisons: tuple[tuple[Comparison, ...], ...] = ()
+    refused: str = ""
+    ranks: tuple[int, ...] = ()
+    optimizer: tuple[tuple[Comparison, ...], ...] = ()
+    """The optimizer's state after loading, by "<parameter>: <key>", compared with what was saved; empty if the
+    checkpoint has none."""
+    optimizer_problem: str = ""
+    """Why the optimizer's state, which the checkpoint has, was not compared; or empty."""
+    optimizer_refused: bool = False
+    """Whether loading the optimizer raised, and not loading the model."""

@@ -1,0 +1,139 @@
+"""The export: the full state dict, as other programs read it, loads into the reference and equals it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_fsdp_meta.checks.checkpoint.facts import Assembled
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, ROUNDING, describe_difference, equal_to_reference
+from pytest_fsdp_meta.evidence import Comparison, Export
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import View, ranks_by
+from pytest_fsdp_meta.text import clean_name, name_ranks
+
+_ROUNDED: Explanation = {
+    "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
+    "of the config",
+    "remedy": "export each tensor in the dtype of its parameter; if a smaller checkpoint is intended, skip this check "
+    "with that reason: skip={'full_state_dict_exports': 'exported in a lower precision on purpose'}",
+}
+_OWN_SHARD: Explanation = {
+    "cause": "state_dict() returns a rank's own shard",
+    "remedy": "gather it: full_tensor(), or get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True))",
+}
+_OTHER_PART: Explanation = {
+    "cause": "state_dict() or a state-dict hook returns the blocks in another order or transposed, a copy that is not "
+    "current, or the part of another rank",
+    "remedy": "return on each rank the parameter itself, or its current values in the layout that "
+    "Subject(adapter=...) describes",
+}
+_NO_PART: Explanation = {
+    "cause": "state_dict() leaves the tensor out on these ranks, as if another rank had gathered it",
+    "remedy": "return each rank's part, or gather all parts on rank 0",
+}
+
+
+@check(
+    promise="the gathered state dict loads strictly into the reference and equals it, including tied weights",
+    family="checkpoint",
+    needs=["inventory", "reference", "values", "export"],
+    after=[*EQUAL, "tied_weights_share_storage", "state_dict_names_clean"],
+    why="The exported checkpoint is the one that is published and served.",
+    cause="a state-dict hook changes its form (transposed, permuted, padded, cast), or saves a stale copy of a tied "
+    "weight",
+    remedy="undo layout changes for sharding or kernels in the export, and compare an exported checkpoint with the "
+    "original",
+    references=["huggingface/accelerate#4206", "pytorch/torchtitan#3764", "NVIDIA-NeMo/Automodel#2511"],
+)
+def full_state_dict_exports(view: View) -> Iterable[Finding]:
+    export = view.evidence.export
+    assert export is not None
+    equal = _right_values(view, export)
+    renamed = {clean_name(key) for key in export.unexpected}  # reported under the key with the wrapper's prefix
+    for name in export.missing:
+        if name not in renamed and view.judgeable(name):
+            yield Finding(name, (0,), "missing in the gathered state dict", "exported")
+    for name in export.unexpected:
+        if view.judgeable(name):
+            yield Finding(name, (0,), "extra key in the gathered state dict: the reference has no such key", "")
+    for name, dtype in export.rounded.items():
+        if (own := _rounded_dtype(view, name, dtype)) and name in equal and view.judgeable(name):
+            actual = f"{dtype} in the gathered state dict, which rounds its values"
+            yield Finding(name, (0,), actual, f"{own}, as on the ranks", **_ROUNDED)
+    for comparison in export.comparisons:
+        if comparison.equal or not _usable(view, comparison.name) or not view.judgeable(comparison.name):
+            continue
+        if comparison.problem is not None:
+            actual = f"{comparison.problem} in the gathered state dict"
+            explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
+            yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
+        elif comparison.name in equal and not _is_cast(comparison):
+            detail = describe_difference(comparison)
+            yield Finding(
+                comparison.name, (0,), "different values in the gathered state dict", "the reference's", detail
+            )
+    for found in export.assembled:
+        if view.judgeable(found.name):
+            yield from _judge_parts(view, found, found.name in equal)
+
+
+def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]:
+    """Judge a tensor that is put together from parts; its values only if the ``equal`` model has the right ones."""
+    name = found.name
+    compared = [(part.rank, part.comparison) for part in found.parts if part.comparison and _usable(view, name)]
+    problems = [(rank, (c.problem, c.should_be)) for rank, c in compared if c.problem is not None]
+    for (problem, should_be), ranks in ranks_by(problems).items():
+        yield Finding(name, ranks, f"{problem} in the state dict", f"{should_be}, or the rank's part of it")
+    wrong = [(rank, c) for rank, c in compared if c.problem is None and not c.equal and equal and not _is_cast(c)]
+    if wrong:
+        ranks, detail = tuple(rank for rank, _ in wrong), describe_difference(wrong[0][1])
+        actual = "different values in the exported part"
+        yield Finding(name, ranks, actual, "the reference's", detail, **_OTHER_PART)
+    dtypes = [(part.rank, (part.rounded, _rounded_dtype(view, name, part.rounded))) for part in found.parts]
+    rounded = [(rank, pair) for rank, pair in dtypes if all(pair) and equal]
+    for (dtype, own), ranks in ranks_by(rounded).items():
+        actual = f"{dtype} in the exported part, which rounds its values"
+        yield Finding(name, ranks, actual, f"{own}, as on the ranks", **_ROUNDED)
+    if found.diverging and not (wrong or rounded):
+        s = "s" if len(found.before) == 1 else ""
+        actual = (
+            f"values in the state dict that differ from those of {name_ranks(found.before)}, which export{s} the same "
+            "elements"
+        )
+        yield Finding(name, found.diverging, actual, "", **_OTHER_PART)
+    if found.absent:
+        index = ", ".join(map(str, found.index or ()))
+        detail = f"{found.absent} of {found.elements} elements, first at [{index}]"
+        yield Finding(name, found.lacking, "this part is in no rank's state dict", "exported", detail, **_NO_PART)
+
+
+def _right_values(view: View, export: Export) -> set[str]:
+    """Return the tensors with the right values on the ranks, so that other ones in the export are its own."""
+    if "params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection:
+        return equal_to_reference(view)
+    # No other check reports wrong values. What the second load drew is not what the reference has.
+    names = {comparison.name for comparison in export.comparisons} | {found.name for found in export.assembled}
+    return names.difference(view.evidence.subject.drawn)
+
+
+def _usable(view: View, name: str) -> bool:
+    """Return whether the reference has values of this tensor that can be compared."""
+    return name not in view.reference.unstable and name not in view.reference.uninitialised
+
+
+def _is_cast(comparison: Comparison) -> bool:
+    return comparison.cast and comparison.max_rel <= ROUNDING
+
+
+def _rounded_dtype(view: View, name: str, dtype: str) -> str:
+    """Return the dtype that the ranks have if the export rounds to this one; empty if they have it themselves."""
+    own = next((tensor.dtype for _, tensor in view.holders(name)), dtype)
+    return "" if own == dtype else own
+
+
+def _has_shape_of_a_shard(view: View, comparison: Comparison) -> bool:
+    """Return whether the shape, which is not the reference's, is that of the shard on some rank."""
+    shards = [tensor.local_shape for _, tensor in view.holders(comparison.name) if tensor.local_shape != tensor.shape]
+    return comparison.problem in [f"shape {shape}" for shape in shards]

@@ -1,0 +1,371 @@
+"""Resuming: after saving and loading, optimizer state and losses equal those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, diverging_names
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
+from pytest_fsdp_meta.judging.limits import declared_or_coarsest
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.text import first_of
+
+TRAINING_CHECKS = (
+    "tied_weights_share_storage",
+    "tied_weights_stay_tied",
+    "forward_sees_current_weights",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+    "loss_parity",
+    "grad_parity",
+    "second_grad_parity",
+    "update_parity",
+    "grad_accumulation_parity",
+)
+"""Checks whose failure makes a resumed run differ too, in another way."""
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-3}
+"""Relative error of a loss, by the coarsest dtype among the parameters. It is tight because the same ranks compute
+both runs, nearly bit for bit."""
+
+
+@check(
+    promise="the optimizer's state survives saving and loading, including that of frozen and empty parameters",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
+    why="Lost momenta show as a bump in the loss, if at all.",
+    cause="the state of some parameters is not saved or not loaded (frozen ones, those of another group), or the state "
+    "is loaded by position",
+    remedy="save and load it by name with get_optimizer_state_dict and set_optimizer_state_dict, and freeze the same "
+    "parameters before loading as before saving",
+    references=["pytorch/pytorch#192202"],
+)
+def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if not any(run.state for run in before):
+        raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
+    skipped = set(diverging_names(view, [run.model for run in before]))
+    names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    found = {
+        name: ranks_by((rank, mismatch) for rank, pair in pairs for mismatch in _compare_states(*pair, name))
+        for name in names
+        if name not in skipped and view.judgeable(name)
+    }
+    explanation = _explain_states(found.values(), any(run.state for run in after))
+    for name, mismatches in found.items():
+        for state, ranks in mismatches.items():
+            yield Finding(name, ranks, state.actual, state.expected, **explanation)
+    settings = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
+    for group, ranks in ranks_by(settings).items():
+        yield Finding(None, ranks, group.actual, group.expected, **_RESET)
+
+
+def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool) -> Explanation:
+    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike."""
+    if not loaded:
+        return _NOTHING_LOADED
+    # On ranks that hold nothing of a parameter, nothing of it can differ.
+    alike = len({frozenset(mismatches) for mismatches in found}) == 1
+    lost = any(mismatch.actual == _LOST or mismatch.expected == _NOT_SAVED for some in found for mismatch in some)
+    return _CHANGED if alike and not lost else {}
+
+
+_LOST, _NOT_SAVED = "no optimizer state after loading", "none, as saved"
+_NOTHING_LOADED: Explanation = {
+    "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
+    "which make set_optimizer_state_dict assume that the optimizer already has a state",
+    "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
+}
+_CHANGED: Explanation = {
+    "cause": "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position",
+    "remedy": "save and load it as it is, by name, with get_optimizer_state_dict and set_optimizer_state_dict",
+}
+_RESET: Explanation = {
+    "cause": "the settings of the groups are not saved, or they are overwritten after loading: by resume() itself, or "
+    "by a scheduler that starts from the beginning",
+    "remedy": "save param_groups with the state, load the scheduler as well, and set no option after loading",
+}
+
+
+def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Iterator[Mismatch]:
+    saved, loaded = before.state.get(name), after.state.get(name)
+    if saved is None or loaded is None:
+        if saved is not None:
+            yield Mismatch(_LOST, f"{', '.join(saved)}, as saved")
+        if loaded is not None:
+            yield Mismatch(f"optimizer state ({', '.join(loaded)}) after loading", _NOT_SAVED)
+    else:
+        yield from _compare_values(saved, loaded)
+
+
+def _compare_values(saved: Mapping[str, str], loaded: Mapping[str, str]) -> Iterator[Mismatch]:
+    """Yield the numbers that differ, the keys with another dtype, and all others that differ."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    for key in {**saved, **loaded}:
+        old, new = saved.get(key, ""), loaded.get(key, "")
+        numbers, dtypes = (_number_in(new), _number_in(old)), (_dtype_in(new), _dtype_in(old))
+        if old == new:
+            continue
+        if all(numbers) and len(set(numbers)) > 1:
+            yield Mismatch(f"{key} {numbers[0]} after loading", numbers[1])
+        elif all(dtypes) and len(set(dtypes)) > 1:
+            differing.setdefault(dtypes, []).append(key)
+        else:
+            differing.setdefault(("", ""), []).append(key)
+    for (now, once), keys in differing.items():
+        if now:
+            yield Mismatch(f"{', '.join(keys)} in {now} after loading", once)
+        else:
+            yield Mismatch(f"different {', '.join(keys)} after loading", "the saved optimizer state")
+
+
+def _number_in(fingerprint: str) -> str:
+    """Return the number that a fingerprint shows ("3" for "3.0" and "float32 () 3.0"), or empty."""
+    try:
+        return f"{float(fingerprint.rpartition('() ')[2]):.9g}"
+    except ValueError:
+        return ""
+
+
+def _dtype_in(fingerprint: str) -> str:
+    """Return the dtype of a tensor's fingerprint, such as "float32 (2, 3) <hash>"; empty for other values."""
+    dtype, bracket, _ = fingerprint.partition(" (")
+    return dtype if bracket and dtype.isidentifier() else ""
+
+
+def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatch]:
+    if len(before.groups) != len(after.groups):
+        yield Mismatch(f"{len(after.groups)} parameter groups after loading", f"{len(before.groups)}, as saved")
+        return
+    for number, (saved, loaded) in enumerate(zip(before.groups, after.groups, strict=True)):
+        for key in {**saved, **loaded}:
+            if saved.get(key) != loaded.get(key):
+                where = f"in the optimizer's group {number} after loading"
+                yield Mismatch(f"{key}={loaded.get(key, 'nothing')} {where}", f"{saved.get(key, 'nothing')}, as saved")
+
+
+@check(
+    promise="the scheduler's state, and what is kept beside the model, survive saving and loading",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[*SOUND, "tied_weights_share_storage", "load_is_repeatable", "dcp_round_trip"],
+    why="A resumed run starts its schedule, its average or its rounding errors from the beginning, and looks healthy.",
+    cause="save() or resume() leaves it out, or resume() rebuilds it from the loaded model",
+    remedy="save its state_dict() with the model, and load it after the model and the optimizer",
+    references=["TensorAuto/OpenTau#185", "radixark/miles#3143", "NCAR/miles-credit#414"],
+    fields=["scheduler or beside"],
+)
+def beside_round_trip(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if not any(run.beside for run in before):
+        if {"scheduler", "beside"} & view.evidence.subject.declared:
+            raise NotJudged("neither the scheduler nor what is kept beside the model has a state")
+        raise NotDeclared("scheduler")
+    by_rank = [] if "save" in view.evidence.subject.declared else _plain_and_unlike(before)
+    found = (
+        (rank, (name, mismatch))
+        for rank, (saved, loaded) in enumerate(zip(before, after, strict=True))
+        for name in {**saved.beside, **loaded.beside}
+        if name not in by_rank and (mismatch := _compare_beside(saved, loaded, name)) is not None
+    )
+    for (name, mismatch), ranks in ranks_by(found).items():
+        yield Finding(name, ranks, mismatch.actual, mismatch.expected, cause=mismatch.cause, remedy=mismatch.remedy)
+    if by_rank:
+        raise PartlyJudged(
+            f"{first_of(by_rank)} differs between the ranks, and torch.distributed.checkpoint keeps one rank's value; "
+            "declare Subject(save=..., resume=...) that keep each rank's"
+        )
+
+
+def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
+    """Return the entries that are not DTensors and that the ranks do not all have alike."""
+    plain = dict.fromkeys(name for run in runs for name in run.plain)
+    return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
+
+
+def _compare_beside(saved: RankResumed, loaded: RankResumed, name: str) -> Mismatch | None:
+    old, new = saved.beside.get(name), loaded.beside.get(name)
+    if old == new:
+        return None
+    if old is None or new is None:
+        actual, expected = ("no state after loading", "a state") if new is None else ("a state after loading", "none")
+        return Mismatch(actual, f"{expected}, as saved")
+    if new == saved.rounded.get(name):
+        return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
+    explanation = _STARTS_AGAIN if name.startswith("scheduler.") else {}
+    for read in (_number_in, _dtype_in):
+        now, once = read(new), read(old)
+        if now and once and now != once:
+            return Mismatch(f"{now} after loading", f"{once}, as saved", **explanation)
+    return Mismatch("different after loading", "as saved", **explanation)
+
+
+_REBUILT: Explanation = {
+    "cause": "it is rebuilt from the loaded parameters, which are rounded: what rounding took away is lost",
+    "remedy": "save it in float32, and load it; then round it to the parameters, not the other way",
+}
+_STARTS_AGAIN: Explanation = {
+    "cause": "the scheduler's state is not saved, not loaded, or stepped by resume(), so that the schedule continues "
+    "from another step",
+    "remedy": "save scheduler.state_dict() with the optimizer, and load it last",
+}
+
+
+@check(
+    promise="training after saving and loading has the losses and learning rates of the uninterrupted run, and the "
+    "same frozen and tied parameters",
+    family="checkpoint",
+    needs=["inventory", "continued", "resumed"],
+    after=[
+        *(*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"),
+        "beside_round_trip",
+    ],
+    why="A resumed run is seen as a continuation of the first, even if it trains differently.",
+    cause="the forward depends on something that the checkpoint does not contain: a non-persistent buffer, a counter, "
+    "a module that resume() recreates, or a cached copy of a weight",
+    remedy="register changing state as a persistent buffer or extra state, and recompute derived state after loading",
+    references=["huggingface/transformers#31034"],
+    tolerance=TOLERANCE,
+)
+def resume_parity(view: View) -> Iterable[Finding]:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    tolerance = declared_or_coarsest(view, view.tolerance)
+    changed = list(_changed_by_resuming(view, before, after))
+    if changed:
+        yield from changed
+        return  # the losses follow
+    if rates := list(_other_rates(view, before, after)):
+        yield from rates
+        return
+    different: dict[int, list[int]] = {}
+    for rank, (uninterrupted, resumed) in enumerate(zip(before, after, strict=True)):
+        for step, (expected, actual) in enumerate(zip(uninterrupted.losses, resumed.losses, strict=True)):
+            if _relative_error(actual, expected, uninterrupted.losses) > tolerance:
+                different.setdefault(step, []).append(rank)
+    if not different:
+        if diverging := first_not_finite(before):
+            # Losses that are not finite stay so, whether or not anything was loaded.
+            message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
+            leave_not_finite(view, message)
+            raise NotJudged(f"{message}, so they cannot be compared")
+        return
+    step = min(different)
+    rank = different[step][0]
+    ours, theirs = after[rank].losses, before[rank].losses
+    shown = f"{ours[step]:.9g} at step {step} after resuming, {theirs[step]:.9g} uninterrupted"
+    _require_no_other_cause(view, "losses", shown)
+    yield Finding(
+        None,
+        tuple(different[step]),
+        f"loss {ours[step]:.9g} at step {step} after resuming",
+        f"{theirs[step]:.9g} within {tolerance:g}, as in the uninterrupted run",
+        f"losses of rank {rank}: {format_losses(ours)}; uninterrupted: {format_losses(theirs)}",
+    )
+
+
+def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
+    """Report parameters that are frozen or tied otherwise after loading, even if the losses do not show it yet."""
+    pairs = list(enumerate(zip(before, after, strict=True)))
+    thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
+    froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
+    for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, actual, expected, **_OTHERWISE_FROZEN)
+    untied = ((rank, names) for rank, (old, new) in pairs for names in _broken_ties(old, new))
+    for (first, second), ranks in ranks_by(untied).items():
+        if view.judgeable(second):
+            actual = f"does not share storage with {first} after loading"
+            yield Finding(second, ranks, actual, "tied to it, as before saving", **_UNTIED)
+
+
+def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, str]]:
+    together = {name: group for group in after.tied for name in group}
+    for first, *others in before.tied:
+        yield from ((first, name) for name in others if name not in together.get(first, ()))
+
+
+_THAWED, _FROZEN = (
+    ("trainable after loading", "frozen, as before saving"),
+    ("frozen after loading", "trainable, as before saving"),
+)
+
+
+def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
+    """Report the first step with another learning rate, unless a more basic check explains it."""
+    first: list[tuple[int, tuple[int, int, float, float]]] = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        for step, (expected, actual) in enumerate(zip(old.rates, new.rates, strict=False)):
+            off = [group for group, pair in enumerate(zip(actual, expected, strict=False)) if _unlike(*pair)]
+            if off:
+                first.append((rank, (step, off[0], actual[off[0]], expected[off[0]])))
+                break
+    for (step, group, ours, theirs), ranks in ranks_by(first).items():
+        shown = f"{ours:g} at step {step} after resuming"
+        _require_no_other_cause(view, "learning rates", f"{shown}, {theirs:g} uninterrupted")
+        yield Finding(
+            None,
+            ranks,
+            f"learning rate {shown}",
+            f"{theirs:g}, as in the uninterrupted run",
+            f"group {group}",
+            **_OTHER_SCHEDULE,
+        )
+
+
+_OTHER_SCHEDULE: Explanation = {
+    "cause": "the schedule continues from another step: its counter is not saved, a scheduler is built after the "
+    "optimizer was loaded, or resume() steps it",
+    "remedy": "save and load what the schedule counts, or declare Subject(scheduler=...), so that the checks save it",
+}
+
+
+def _unlike(actual: float, expected: float) -> bool:
+    return not math.isclose(actual, expected, rel_tol=1e-6)
+
+
+_OTHERWISE_FROZEN: Explanation = {
+    "cause": "a checkpoint does not keep requires_grad, and loading or the loader sets it otherwise than before saving",
+    "remedy": "freeze the same parameters in the loader or in resume() as before saving",
+}
+_UNTIED: Explanation = {
+    "cause": "loading replaces the parameters instead of copying into them (assign=True, setattr), so that each name "
+    "gets a tensor of its own",
+    "remedy": "copy into the loaded parameters, or tie the weights again at the end of resume()",
+}
+
+
+def _require_no_other_cause(view: View, what: str, message: str) -> None:
+    before, after = view.evidence.continued or (), view.evidence.resumed or ()
+    if first_not_finite(before):
+        message = f"the losses of the uninterrupted run are not finite ({message})"
+        leave_not_finite(view, message)
+        raise Unjudgeable(message)
+    pairs = list(zip(before, after, strict=True))
+    if "dcp_round_trip" in view.selection and any(saved.model != loaded.model for saved, loaded in pairs):
+        raise Blocked(
+            f"the {what} differ ({message}), and so does the loaded model, which may explain it; see dcp_round_trip"
+        )
+    optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
+    if "optimizer_state_round_trip" in view.selection and optimizer_differs:
+        raise Blocked(
+            f"the {what} differ ({message}), and so does the loaded optimizer, which may explain it; see "
+            "optimizer_state_round_trip"
+        )
+    if view.failed:
+        raise Blocked(f"the {what} differ ({message}), {view.attribute_to(view.failed)}")
+
+
+def _relative_error(actual: float, expected: float, curve: Sequence[float]) -> float:
+    """Return the error of one loss, relative to the largest loss of the curve."""
+    if actual == expected or (math.isnan(actual) and math.isnan(expected)):
+        return 0.0
+    if not math.isfinite(actual) or not math.isfinite(expected):
+        return math.inf
+    return abs(actual - expected) / max(1e-12, *(abs(loss) for loss in curve if math.isfinite(loss)))

@@ -1,0 +1,286 @@
+"""Checkpoints: a loaded model equals the saved one, under the reference's names, in a world of any size.
+
+Loading itself is checked as well: the same loader in a fresh world gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, Resharded
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
+
+MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
+SOUND = (
+    *MATERIALISED,
+    "names_match_reference",
+    "shapes_match_reference",
+    "managed_params_are_registered",
+    "shards_tile_the_tensor",
+    "collectives_match_on_every_rank",
+    "replicas_equal",
+)
+"""Checks whose failure can make saving, loading or training raise or give arbitrary results."""
+EQUAL = (*SOUND, "params_equal_reference", "buffers_equal_reference")
+EXPLAINING_A_LOAD_ERROR = (*SOUND, "state_dict_names_clean", "dcp_round_trip")
+ROUNDING = 1e-2
+"""Relative: error allowed to a loader that casts, against a reference that does not."""
+
+
+@check(
+    promise="loading twice, in fresh worlds, gives bit-identical models",
+    family="checkpoint",
+    needs=["inventory", "repetition"],
+    after=MATERIALISED,
+    why="A loader that does not repeat itself cannot be compared with any other run, and its checkpoints cannot be "
+    "trusted.",
+    cause="it is drawn from a generator that is not seeded, or it depends on the time, on the order of a set or on "
+    "which rank comes first",
+    remedy="load every weight that the checkpoint has, and seed every generator by step and tensor name, not by time",
+    references=["LLaMA-Factory 0.9.5"],
+)
+def load_is_repeatable(view: View) -> Iterable[Finding]:
+    second = {rank.rank: rank.by_name for rank in view.evidence.repetition or ()}
+    drawn = view.evidence.subject.drawn
+    for name, pairs in view.tensors("parameter", "buffer"):
+        yield from view.findings_for(
+            name, ((rank, _compare_loads(tensor, second[rank].get(name), name in drawn)) for rank, tensor in pairs)
+        )
+    known = {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors}
+    new = [(rank, name) for rank, tensors in second.items() for name in tensors if name not in known]
+    for name, ranks in ranks_by(new).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, "only in the second load", "in both")
+
+
+def _compare_loads(first: TensorFacts, second: TensorFacts | None, drawn: bool) -> Mismatch | None:
+    if second is None:
+        return Mismatch("missing in the second load", "in both")
+    for attribute in ("shape", "local_shape", "dtype", "requires_grad"):
+        expected, actual = getattr(first, attribute), getattr(second, attribute)
+        if expected != actual:
+            return Mismatch(f"{attribute} {actual} in the second load", f"{expected}, as in the first")
+    if drawn or first.digest == second.digest:
+        return None
+    return Mismatch("different values in the second load", "the same as in the first")
+
+
+@check(
+    promise="the state dict has exactly the reference's keys, without prefixes of wrappers",
+    family="checkpoint",
+    needs=["inventory", "reference", "state_dict"],
+    after=["same_manifest_on_every_rank", "names_match_reference"],
+    why="Code that loads the checkpoint by name does not find a renamed weight, and often does not report it.",
+    cause="a state-dict hook drops or renames it, or the state dict is taken from a module that wraps the model",
+    remedy="save the result of torch.distributed.checkpoint.state_dict.get_model_state_dict, which strips wrapper "
+    "prefixes",
+    references=["pytorch/pytorch#118119"],
+)
+def state_dict_names_clean(view: View) -> Iterable[Finding]:
+    expected = set(view.reference.state_dict)
+    by_rank = [(number, rank.keys) for number, rank in enumerate(view.evidence.state_dict or ())]
+    prefixed = {
+        key: clean_name(key) for _, keys in by_rank for key in keys if key not in expected and clean_name(key) != key
+    }
+    for key, ranks in ranks_by((rank, key) for rank, keys in by_rank for key in keys if key in prefixed).items():
+        if view.judgeable(prefixed[key]):
+            inserted = ", ".join(dict.fromkeys(part for part in key.split(".") if part in WRAPPERS))
+            yield Finding(key, ranks, "key contains a wrapper's prefix", f"saved without {inserted}", **_WRAPPED)
+    if not view.reference.complete:
+        return  # a checkpoint may rename its tensors and store one name of a tie
+    # An author may gather the state dict on one rank, as torch does with full_state_dict and cpu_offload: the other
+    # ranks then have no keys.
+    gathered = "state_dict" in view.evidence.subject.declared and any(keys for _, keys in by_rank)
+    clean = [(rank, {prefixed.get(key, key) for key in keys}) for rank, keys in by_rank if keys or not gathered]
+    held = [rank.by_name for rank in view.evidence.inventory]
+    elsewhere = [{name for name in view.on_some_ranks if name not in own} for own in held]
+    missing = ((rank, key) for rank, keys in clean for key in sorted(expected - keys - elsewhere[rank]))
+    for name, ranks in ranks_by(missing).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, "missing in the state dict", "saved under this name", condemns=(name,))
+    for name, ranks in ranks_by((rank, key) for rank, keys in clean for key in sorted(keys - expected)).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, "extra key in the state dict: the reference has no such key", "")
+
+
+_WRAPPED: Explanation = {
+    "cause": "the state dict is taken from the wrapper that torch.compile, checkpoint_wrapper or FSDP1 put around it",
+    "remedy": "save the result of torch.distributed.checkpoint.state_dict.get_model_state_dict, which strips wrapper "
+    "prefixes",
+}
+
+
+@check(
+    promise="saving and loading into a fresh model restores every tensor bit for bit, including empty parameters and "
+    "_extra_state",
+    family="checkpoint",
+    needs=["inventory", "saved", "restored"],
+    after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
+    why="A checkpoint that cannot be restored is noticed only when it is needed.",
+    cause="saving leaves it out, renames or casts it or writes one rank's shards only, or loading skips it: a filter "
+    "of names, strict=False, copies that are not written back; or save() returned before it copied the values (an "
+    "asynchronous save), and training changed them",
+    remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",
+    references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
+)
+def dcp_round_trip(view: View) -> Iterable[Finding]:
+    evidence = view.evidence
+    before = evidence.saved or ()
+    diverging = diverging_names(view, before)
+    yield from _not_restored(view, before, evidence.restored or (), diverging)
+    if diverging:
+        raise PartlyJudged(
+            f"ranks hold different values of {first_of(diverging)} in the same place of the tensor, and "
+            "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
+        )
+    left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
+    if left and evidence.reference is None:
+        raise NotJudged(f"the state dict has no key for {left[0]}; whether it should have one needs a reference")
+
+
+def _not_restored(
+    view: View, before: Sequence[RankSaved], after: Sequence[RankSaved], skipped: Sequence[str]
+) -> Iterator[Finding]:
+    left_out = {name for rank in before for name in rank.left_out}
+    for name in dict.fromkeys(name for rank in before for name in rank.tensors):
+        if name in skipped or name in left_out or not view.judgeable(name):
+            continue
+        ranks = _changed_on(name, [rank.tensors for rank in before], [rank.tensors for rank in after])
+        untouched = tuple(rank for rank in ranks if name in after[rank].untouched)
+        if untouched:
+            yield Finding(name, untouched, "not restored: loading does not change it", SAVED, **_UNTOUCHED)
+        if others := tuple(rank for rank in ranks if rank not in untouched):
+            yield Finding(name, others, "different values after loading", SAVED)
+    for key in dict.fromkeys(key for rank in before for key in rank.extra):
+        ranks = _changed_on(key, [rank.extra for rank in before], [rank.extra for rank in after])
+        if ranks:
+            yield Finding(key, ranks, "different state after loading", "the saved state", **_EXTRA_STATE)
+
+
+SAVED = "the saved values"
+_UNTOUCHED: Explanation = {
+    "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
+    "are not written back",
+}
+_EXTRA_STATE: Explanation = {
+    "cause": "set_extra_state() does not restore what get_extra_state() returns, or it differs between ranks",
+    "remedy": "restore all of it in set_extra_state(), and keep state that differs between ranks in tensors",
+}
+
+
+def _changed_on(name: str, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Return the ranks that have the name before and after, with different bits.
+
+    load_is_repeatable reports names that only one of the two loads has.
+    """
+    pairs = enumerate(zip(before, after, strict=True))
+    return tuple(rank for rank, (old, new) in pairs if name in old and name in new and old[name] != new[name])
+
+
+def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
+    """Return the tensors with different values in the same place on several ranks; torch's checkpoint keeps only one.
+
+    Empty if the author saves without torch, or if nothing was saved.
+    """
+    if "save" in view.evidence.subject.declared or not before:
+        return []
+    places: dict[tuple[str, object], set[str]] = {}
+    for rank in view.evidence.inventory:
+        for name, digest in before[rank.rank].tensors.items():
+            if name in rank.by_name and rank.by_name[name].numel:
+                places.setdefault((name, rank.by_name[name].regions), set()).add(digest)
+    return list(dict.fromkeys(name for (name, _), digests in places.items() if len(digests) > 1))
+
+
+@check(
+    promise="a checkpoint saved in this world loads with equal values in a world of another size, of the model and of "
+    "the optimizer, if it has one",
+    family="checkpoint",
+    needs=["inventory", "reference", "values", "resharded"],
+    uses=["saved", "restored", "continued", "resumed"],
+    after=[*EQUAL, "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
+    why="The next run may have more or fewer ranks, and it continues with whatever values it reads.",
+    cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",
+    remedy="save DTensors with torch.distributed.checkpoint, which records the place of each shard",
+    references=["pytorch/torchtitan#1136"],
+)
+def dcp_reshards(view: View) -> Iterable[Finding]:
+    resharded = view.evidence.resharded
+    assert resharded is not None
+    size = math.prod(size for _, size in resharded.mesh)
+    if resharded.refused:
+        what = "the optimizer" if resharded.optimizer_refused else "the checkpoint"
+        message = f"loading {what} in a world of {size} raises {resharded.refused}"
+        if explaining := [check_id for check_id in view.failed if check_id in EXPLAINING_A_LOAD_ERROR]:
+            raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
+        yield Finding(None, resharded.ranks, message, "")
+        return
+    equal = equal_to_reference(view)
+    skipped = set(diverging_names(view, view.evidence.saved or ()))
+    names = view.names("parameter", "buffer")
+    for name, pairs in view.comparisons(resharded.comparisons, names).items():
+        wrong = [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
+        if wrong and name in equal and name not in skipped:
+            ranks = tuple(rank for rank, _ in wrong)
+            detail = describe_difference(wrong[0][1])
+            yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
+    yield from _moved_state(view, resharded, f"a world of {size}")
+    if resharded.optimizer_problem:
+        raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
+
+
+def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:
+    """Report the parameters whose optimizer state is another one in the world of another size."""
+    lost = _lost_in_same_world(view) | view.tied_over_stages
+    wrong: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
+    for rank, comparisons in enumerate(resharded.optimizer):
+        for c in comparisons:
+            name, key = c.name.rsplit(": ", 1)
+            if not c.equal and name not in lost and view.judgeable(name):
+                wrong.setdefault((name, key), []).append((rank, c))
+    for (name, key), cases in wrong.items():
+        ranks = tuple(rank for rank, _ in cases)
+        if cases[0][1].problem == "no state":
+            yield Finding(name, ranks, f"no {key} in {world}", "the saved optimizer state", **_MOVED_STATE)
+            continue
+        detail = describe_difference(cases[0][1])
+        yield Finding(name, ranks, f"different {key} in {world}", "the saved optimizer state", detail, **_MOVED_STATE)
+
+
+def _lost_in_same_world(view: View) -> set[str]:
+    """Return the parameters whose state a world of the same size has not loaded either, if a check reports that."""
+    if "optimizer_state_round_trip" not in view.selection:
+        return set()
+    pairs = zip(view.evidence.continued or (), view.evidence.resumed or (), strict=False)
+    return {name for saved, loaded in pairs for name in saved.state if saved.state[name] != loaded.state.get(name)}
+
+
+_MOVED_STATE: Explanation = {
+    "cause": "the optimizer's state is saved or loaded by the number of the rank, or cut where the old world cut it",
+    "remedy": "save and load it with get_optimizer_state_dict and set_optimizer_state_dict, which know whole tensors",
+}
+
+
+def equal_to_reference(view: View) -> set[str]:
+    """Return the tensors that equal the reference on every rank of the loader's own world."""
+    by_name = dict.fromkeys(view.evidence.subject.drawn, False)  # another load may draw other values
+    for rank in view.evidence.values or ():
+        for c in rank:
+            by_name[c.name] = by_name.get(c.name, True) and (c.equal or (c.cast and c.max_rel <= ROUNDING))
+    return {name for name, equal in by_name.items() if equal}
+
+
+def describe_difference(comparison: Comparison) -> str:
+    if comparison.problem is not None:
+        return f"{comparison.problem}, but should be {comparison.should_be}"
+    index = ", ".join(map(str, comparison.index or ()))
+    place = f"first at [{index}]: " if index else ""
+    return (
+        f"{comparison.differing} of {comparison.elements} elements differ, {place}{comparison.actual:.6g}, but should "
+        f"be {comparison.expected:.6g}"
+    )

@@ -1,0 +1,136 @@
+"""Saving more than once: a later checkpoint has the values of its own moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, diverging_names
+from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.gates import (
+    first_not_finite,
+    format_losses,
+    leave_not_finite,
+)
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
+
+CURRENT = "the current values"
+
+
+class _Saves(NamedTuple):
+    """What one rank held when it saved, saved again after more training, and loaded the second checkpoint."""
+
+    first: RankResumed
+    second: RankResumed
+    loaded: RankResumed
+
+
+@check(
+    promise="a checkpoint that is saved after more training has the values of that moment, not those of an earlier one",
+    family="checkpoint",
+    needs=["inventory", "continued", "saved_again", "restored_again"],
+    after=[
+        *(*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"),
+        *("dcp_round_trip", "optimizer_owns_parameters", "optimizer_state_round_trip", "resume_parity"),
+    ],
+    why="The first checkpoint of a run is right, all later ones repeat it, and only resuming shows it.",
+    cause="the first save keeps its copies (a cached state dict, staging memory that is reused, a structure that is "
+    "assumed not to change), and later ones write these again",
+    remedy="copy the current values at each save; a cache may keep shapes and plans, but no values",
+    references=["NVIDIA-NeMo/RL#3312"],
+)
+def second_save_is_current(view: View) -> Iterable[Finding]:
+    evidence = view.evidence
+    runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
+    ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
+    if not any(map(_changed, ranks)):
+        if losses := first_not_finite(rank.first for rank in ranks):
+            leave_not_finite(view, f"the losses between the two saves are not finite ({format_losses(losses)})")
+        raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
+    diverging = diverging_names(view, [rank.second.model for rank in ranks])
+    left_out = {name for rank in ranks for name in rank.second.model.left_out}
+    names = dict.fromkeys(name for rank in ranks for name in (*rank.second.model.tensors, *rank.second.state))
+    for name in [name for name in names if name not in left_out and name not in diverging and view.judgeable(name)]:
+        held = [rank.by_name.get(name) for rank in evidence.inventory]
+        yield from view.findings_for(name, ((rank, _compare_tensors(saves, name)) for rank, saves in enumerate(ranks)))
+        yield from view.findings_for(name, ((rank, _compare_states(saves, name)) for rank, saves in enumerate(ranks)))
+        exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
+        yield from view.findings_for(name, exports)
+    yield from _compare_rest(ranks)
+
+
+def _changed(rank: _Saves) -> bool:
+    return rank.first.model != rank.second.model or rank.first.state != rank.second.state
+
+
+def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
+    first, second, loaded = (run.model.tensors.get(name) for run in rank)
+    if loaded is None or loaded == second:
+        return None
+    if loaded == first:
+        return Mismatch("the second save has the values of the first", CURRENT)
+    if name in rank.loaded.model.untouched:
+        return Mismatch("not restored from the second save: loading does not change it", SAVED, **_OTHERWISE)
+    return Mismatch("different values after loading the second save", SAVED, **_OTHERWISE)
+
+
+def _compare_states(rank: _Saves, name: str) -> Mismatch | None:
+    first, second, loaded = (run.state.get(name, {}) for run in rank)
+    wrong = [key for key in {**second, **loaded} if second.get(key) != loaded.get(key)]
+    if not wrong:
+        return None
+    if not loaded:
+        return Mismatch(
+            "no optimizer state after loading the second save", f"{', '.join(second)}, as saved", **_OTHERWISE
+        )
+    if all(key in loaded and loaded[key] == first.get(key) for key in wrong):
+        return Mismatch(f"the second save has the {', '.join(wrong)} of the first", "the optimizer's current state")
+    return Mismatch(
+        f"different {', '.join(wrong)} after loading the second save", "the saved optimizer state", **_OTHERWISE
+    )
+
+
+def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | None:
+    """Compare the state dict of the author with the earlier one, if this rank's values have changed since then."""
+    if tensor is None:
+        return None
+    before, now = (run.model.tensors.get(tensor.name) for run in (rank.first, rank.second))
+    exported = rank.second.exported.get(tensor.name, "")
+    # In a coarser dtype, a small step may round to the same values.
+    exact = exported.partition(" ")[0] in (tensor.dtype, "float64")
+    if before == now or not exact or exported != rank.first.exported.get(tensor.name):
+        return None
+    return Mismatch("state_dict() still returns the values of the first save", CURRENT)
+
+
+def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
+    """Compare what is not of one parameter: the extra state of modules, and the settings of the optimizer's groups.
+
+    Both are judged where the first checkpoint restored them; another check reports where it did not.
+    """
+    for key in dict.fromkeys(key for rank in ranks for key in rank.second.model.extra):
+        values = [[run.model.extra.get(key) for run in rank] for rank in ranks]
+        stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
+        if stale:
+            yield Finding(key, stale, "the second save has the state of the first", "the current state")
+    settings = ((rank, text) for rank, saves in enumerate(ranks) for text in _stale_settings(saves))
+    for (actual, expected), by in ranks_by(settings).items():
+        yield Finding(None, by, actual, expected)
+
+
+def _stale_settings(rank: _Saves) -> Iterator[tuple[str, str]]:
+    for number, (first, second, loaded) in enumerate(zip(*(run.groups for run in rank), strict=False)):
+        for key in second:
+            if key in first and loaded.get(key) == first[key] != second[key]:
+                stale = f"the second save has {key}={loaded.get(key)} of the first in the optimizer's group {number}"
+                yield stale, f"the current {second[key]}"
+
+
+_OTHERWISE: Explanation = {
+    "cause": "the first checkpoint is restored and the second one is not: saving again leaves it out, writes beside "
+    "what it should replace, or finds the state of the first save",
+    "remedy": "save twice in one process, load the second checkpoint and compare the weights",
+}

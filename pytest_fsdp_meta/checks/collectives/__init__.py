@@ -1,0 +1,1 @@
+"""Collectives of the loader and of a training step."""

@@ -1,0 +1,165 @@
+"""The author's own batches after resuming: those that the uninterrupted run sees next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pytest_fsdp_meta.checks.data.judge.epoch import DATA
+from pytest_fsdp_meta.evidence import RankBatches
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
+from pytest_fsdp_meta.text import counted
+
+NEXT = "the batches that follow the checkpoint"
+BEGINNING = "the epoch from its beginning after resuming"
+OTHERS = "other rows after resuming"
+Rows = tuple[str, ...]
+
+
+class _Run(NamedTuple):
+    """What one rank sees: the batches of the epoch, the rows after the checkpoint, and those after resuming from it."""
+
+    batches: tuple[Rows, ...]
+    position: int
+    rest: Rows
+    resumed: Rows
+    place: int
+
+
+@check(
+    promise="after saving within an epoch and resuming, each rank sees the batches that would have come next",
+    family="data",
+    needs=["inventory", "batches", "batches_resumed"],
+    why="A run that restarts often then trains on some rows several times and never on others.",
+    cause="the state of the loader, its sampler or its dataset is saved or loaded in part",
+    remedy="save the position, the epoch and the seed of each rank's loader, and load them before the iteration begins",
+    references=["KempnerInstitute/KempnerForge#51", "pytorch/torchtitan#409", "huggingface/accelerate#2016"],
+    fields=["data"],
+)
+def batches_resume(view: View) -> Iterator[Finding]:
+    epoch, resumed = view.evidence.batches, view.evidence.batches_resumed
+    if epoch is None or resumed is None:
+        raise NotDeclared(DATA)
+    pairs = {number: pair for number, pair in enumerate(zip(epoch.ranks, resumed, strict=True)) if pair[0].loader}
+    runs = {number: _run(rank, rank.saved_after, later.batches) for number, (rank, later) in pairs.items()}
+    if not any(run.rest for run in runs.values()):
+        raise NotJudged("the epoch ends at the checkpoint, after its first batches; give data at least 3 batches")
+    known = {row for rank in epoch.ranks for row in rank.rows}
+    if len(known) == 1:
+        raise NotJudged("all rows of data are equal, so no position in it can be distinguished")
+    if all(rank.ended for rank in epoch.ranks):
+        strange = sum(row not in known for run in runs.values() for row in run.resumed)
+        if 2 * strange > sum(len(run.resumed) for run in runs.values()):
+            raise NotJudged("most rows after resuming are in no rank's epoch, so they are drawn or augmented at random")
+    found = [*_findings(runs)]
+    if not found and all(later.resumed_again is not None for _, later in pairs.values()):
+        again = {
+            number: _run(rank, rank.saved_after + later.saved_after, later.resumed_again or ())
+            for number, (rank, later) in pairs.items()
+        }
+        found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in _findings(again)]
+    yield from found
+
+
+def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
+    found = ranks_by((number, _compare(run, runs)) for number, run in runs.items())
+    for mismatch, ranks in found.items():
+        if mismatch is None:
+            continue
+        explanation: Explanation = {"cause": mismatch.cause, "remedy": mismatch.remedy}
+        if mismatch.actual == BEGINNING and len(ranks) < len(runs):
+            explanation = _OF_ANOTHER_RANK
+        detail = _count_rows(runs[ranks[0]]) if mismatch.actual == OTHERS else ""
+        yield Finding(DATA, ranks, mismatch.actual, mismatch.expected, detail, **explanation)
+
+
+def _run(epoch: RankBatches, position: int, resumed: Sequence[Rows]) -> _Run:
+    rest, own = _flat(epoch.batches[position:]), _flat(resumed)
+    if not epoch.ended:
+        own = own[: len(rest)]  # both go on, and this one was read further
+    return _Run(epoch.batches, position, rest, own, epoch.data_parallel[0])
+
+
+def _flat(batches: Sequence[Rows]) -> Rows:
+    return tuple(row for batch in batches for row in batch)
+
+
+def _compare(run: _Run, runs: Mapping[int, _Run]) -> Mismatch | None:
+    if run.resumed == run.rest:
+        return None
+    if run.resumed == run.rest[: len(run.resumed)]:
+        return Mismatch("ends early after resuming" if run.resumed else "no batches after resuming", NEXT, **_ENDED)
+    if (start := _start_of(run)) is not None:
+        return _describe_start(start, run.position)
+    for other, theirs in runs.items():
+        if theirs.place != run.place and run.resumed == theirs.rest:
+            return Mismatch(f"the batches of rank {other} after resuming", NEXT, **_OF_ANOTHER_RANK)
+    if Counter(run.resumed) == Counter(run.rest):
+        return Mismatch("the rows that follow the checkpoint, in another order", NEXT, **_ANOTHER_ORDER)
+    return Mismatch(OTHERS, NEXT, **_ANOTHER_ORDER)
+
+
+def _count_rows(run: _Run) -> str:
+    before = set(_flat(run.batches[: run.position]))
+    again = sum(row in before for row in run.resumed)
+    missing = (Counter(run.rest) - Counter(run.resumed)).total()
+    return f"{counted(again, 'row')} seen again, {counted(missing, 'row')} of those that follow missing"
+
+
+def _start_of(run: _Run) -> int | None:
+    """Return the number of the batch of the epoch at which the resumed rank has started, if there is one."""
+    for start in range(len(run.batches)):
+        rows = _flat(run.batches[start:])
+        if rows[: len(run.resumed)] == run.resumed and len(run.resumed) >= min(len(rows), len(run.rest)):
+            return start
+    return None
+
+
+def _describe_start(start: int, position: int) -> Mismatch:
+    if start == 0:
+        return Mismatch(BEGINNING, NEXT, **_FROM_THE_BEGINNING)
+    number = counted(abs(start - position), "batch")
+    if start < position:
+        return Mismatch(f"the last {number} before the checkpoint again after resuming", NEXT, **_OFF)
+    return Mismatch(f"{number} after the checkpoint skipped after resuming", NEXT, **_SKIPPED)
+
+
+_SECOND: Explanation = {
+    "cause": "the position is counted from the first time that the run has resumed: loading sets where to begin, and "
+    "not the number of batches that were handed out before",
+    "remedy": "let load_state_dict() set the number that state_dict() returns",
+}
+_FROM_THE_BEGINNING: Explanation = {
+    "cause": "the position is not saved or not loaded: save() and resume() leave the loader out, or the loader is "
+    "built again after its state was loaded",
+    "remedy": "save the loader's state_dict() in save() and load it in resume(); a loop that skips batches instead "
+    "should do so in what data() returns",
+}
+_SKIPPED: Explanation = {
+    "cause": "batches that were prefetched count as seen, or the position is counted in other units when it is loaded "
+    "(rows, steps, batches of all ranks)",
+    "remedy": "save the position of the last batch that was handed out, and the unit of it",
+}
+_OFF: Explanation = {
+    "cause": "the saved position is that of an earlier batch: it is updated after the step, or counted in other units "
+    "(rows, steps, accumulated batches)",
+    "remedy": "save the number of batches that were handed out",
+}
+_OF_ANOTHER_RANK: Explanation = {
+    "cause": "this rank loads the state of another one, or none: only one rank saves its loader, or several ranks save "
+    "theirs under one name",
+    "remedy": "save the state of each rank's loader under a name of its own, such as data_<rank>.pt",
+}
+_ANOTHER_ORDER: Explanation = {
+    "cause": "the order is drawn again: the seed, the epoch or the generator of the sampler is not restored, or a "
+    "shuffle buffer is filled again",
+    "remedy": "save the generator's state as it was when the epoch began, or derive the order from seed and epoch",
+}
+_ENDED: Explanation = {
+    "cause": "the loader considers its epoch as over: a position beyond the end, or an iterator that was used up",
+    "remedy": "save the position of this rank, in the units in which it is loaded",
+}

@@ -1,0 +1,1 @@
+"""Weights that a loader draws instead of loading."""

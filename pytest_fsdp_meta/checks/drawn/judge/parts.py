@@ -1,0 +1,183 @@
+"""Check that the weights a loader draws are parts of one draw of the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from pytest_fsdp_meta.checks.drawn.judge.fans import (
+    Fan,
+    Measured,
+    can_tell,
+    excludes_chance,
+    fans_of,
+    measure_ratio,
+    weight_of,
+    wrong_fan,
+)
+from pytest_fsdp_meta.checks.values.judge.slices import BASIC
+from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import name_ranks
+
+
+class Drawn(NamedTuple):
+    """A part of a drawn tensor, with the ranks that hold it; the facts are those of the first of them."""
+
+    ranks: tuple[int, ...]
+    facts: TensorFacts
+    draw: DrawnTensor
+
+
+class Tested(NamedTuple):
+    """The parts of one tensor that have the same size, with what their spread can be mistaken for."""
+
+    name: str
+    ranks: tuple[int, ...]
+    measured: Measured
+    fans: list[Fan]
+
+
+@check(
+    promise="other parts and other tensors are drawn with other numbers, with the spread of the whole tensor's size",
+    family="values",
+    needs=["inventory", "draws"],
+    after=[*BASIC, "replicas_equal"],
+    fields=["drawn"],
+    why="Parts that repeat one another, or that a shard's size scales, are finite and train, but to a worse model.",
+    cause="each rank drew its own part from the same seed",
+    remedy="draw the whole tensor before sharding or on the DTensor, or seed each part by its name and place",
+    references=["NVIDIA-NeMo/Megatron-Bridge#5840", "modelscope/ms-swift#7944", "pytorch/torchtitan#3106"],
+)
+def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
+    if not view.evidence.subject.drawn:
+        raise NotDeclared("drawn")
+    found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
+    varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
+    tested = list(_spreads(view, varied))
+    if len(varied) < 2 and not tested and all(len(parts) < 2 for parts in varied.values()):
+        constant = "every drawn weight is constant" if found and not varied else "every rank holds the same part"
+        raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
+    unknown: list[str] = []
+    yield from _equal_parts(view, varied, unknown)
+    yield from _equal_tensors(varied)
+    missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
+    unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
+    for one in tested:
+        if fan := wrong_fan(one.measured, one.fans, len(tested)):
+            yield _wrong_spread(one, fan)
+        elif not can_tell(one.measured, one.fans, len(tested)):
+            unknown.append(f"{one.name} has too few elements ({one.measured.elements}) to compare its spread")
+    if unknown:
+        raise PartlyJudged(unknown[0] if len(unknown) == 1 else f"{unknown[0]}; and {len(unknown) - 1} more")
+
+
+def _parts(view: View, name: str) -> list[Drawn]:
+    """Return the parts of a tensor that ranks hold, each once."""
+    draws = {rank: d for rank, one in enumerate(view.evidence.draws or ()) for d in one.draws if d.name == name}
+    facts = dict(view.holders(name))
+    places = ranks_by((rank, facts[rank].regions) for rank in sorted(draws) if rank in facts)
+    return [Drawn(ranks, facts[ranks[0]], draws[ranks[0]]) for ranks in places.values()]
+
+
+def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]) -> Iterator[Finding]:
+    """Report parts of a tensor that have the same values, unless the reference's own have as well.
+
+    Add to ``unknown`` what cannot be judged.
+    """
+    pairs = sum(len(parts) * (len(parts) - 1) // 2 for parts in by_name.values())
+    by_dtensor = view.evidence.world.device_type == "cpu" and any(r.by_dtensor for r in view.evidence.draws or ())
+    for name, parts in by_name.items():
+        for same, uneven in _repeated(parts):
+            ranks = tuple(sorted(rank for part in same for rank in part.ranks))
+            if any(_reference_key(part.draw, uneven) is None for part in same):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference does not draw it")
+            elif by_dtensor:
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, {BY_DTENSOR}")
+            elif not uneven and not excludes_chance(same[0].draw.own, pairs):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, but so few elements may be equal by chance")
+            else:
+                detail = "compared by their first elements, because the parts differ in size" if uneven else ""
+                yield Finding(name, ranks, "the same numbers in different parts", "other numbers in each part", detail)
+
+
+def _equal_tensors(by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
+    """Report tensors with the same values as another one on the same ranks, unless the reference's own are the same."""
+    held = [(name, part) for name, parts in by_name.items() for part in parts if part.draw.own.distinct > 1]
+    pairs = len(held) * (len(held) - 1) // 2
+    alike = ranks_by((i, (part.facts.digest, part.ranks)) for i, (_, part) in enumerate(held) if part.facts.digest)
+    copies: dict[tuple[str, str], tuple[int, ...]] = {}
+    for members in alike.values():
+        first, original = held[members[0]]
+        for name, part in (held[i] for i in members[1:]):
+            ours, theirs = (_reference_key(one.draw, False) for one in (part, original))
+            same_memory = part.facts.storage is not None and part.facts.storage == original.facts.storage
+            drawn_apart = None not in (ours, theirs) and ours != theirs
+            if drawn_apart and not same_memory and excludes_chance(part.draw.own, pairs):
+                copies[name, first] = (*copies.get((name, first), ()), *part.ranks)
+    for (name, first), ranks in copies.items():
+        yield Finding(name, tuple(sorted(ranks)), f"the same numbers as {first}", "numbers of its own", **_SEEDED_AGAIN)
+
+
+def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
+    """Yield the groups of parts with the same values, except where the reference's values are the same there, too.
+
+    Parts of different sizes are compared by their first elements; the second value says whether they were.
+    """
+    uneven = len({part.facts.local_shape for part in parts}) > 1
+    keys = [part.draw.own.head if uneven else part.facts.digest for part in parts]
+    varied = [part for part, key in zip(parts, keys, strict=True) if key and part.draw.own.distinct > 1]
+    groups = ranks_by((i, part.draw.own.head if uneven else part.facts.digest) for i, part in enumerate(varied))
+    for members in groups.values():
+        group = [varied[i] for i in members]
+        theirs = {_reference_key(part.draw, uneven) for part in group}
+        if len(group) > 1 and (len(theirs) > 1 or None in theirs):
+            yield group, uneven
+
+
+def _reference_key(draw: DrawnTensor, uneven: bool) -> str | None:
+    """Return a key of the reference's values; None if it does not draw them, and so shows no structure."""
+    if draw.reference is None or draw.reference.distinct <= 1:
+        return None
+    return draw.reference.head if uneven else draw.reference.digest
+
+
+def _spreads(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Tested]:
+    """Yield the spread of the parts of each tensor that have the same size; parts with the same values count once."""
+    for name, parts in by_name.items():
+        for indices in ranks_by((i, part.facts.local_shape) for i, part in enumerate(parts)).values():
+            alike = [parts[i] for i in indices]
+            weight = weight_of(name, view.evidence.inventory[alike[0].ranks[0]].by_name)
+            fans = fans_of(alike[0].facts, weight)
+            measured = measure_ratio({part.draw.own.digest: part.draw for part in alike}.values())
+            if fans and measured is not None:
+                yield Tested(name, tuple(sorted(r for part in alike for r in part.ranks)), measured, fans)
+
+
+def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
+    measured, of = tested.measured, f" of {fan.of}" if fan.of else ""
+    return Finding(
+        tested.name,
+        tested.ranks,
+        "the spread of a draw as large as the shard",
+        "that of the reference's draw",
+        f"standard deviation {measured.own:.3g} instead of {measured.reference:.3g}: {math.sqrt(fan.ratio):.3g} times, "
+        f"as the shard{of} with shape {fan.shard} gives it instead of {fan.whole}",
+        cause="the initialisation was scaled by the fan of the local shard, which is smaller than that of the whole",
+        remedy="initialise before sharding or on the DTensor, whose shape is the whole one; or compute the scale from "
+        "the whole shape",
+    )
+
+
+_SEEDED_AGAIN: Explanation = {
+    "cause": "the same seed is set before each tensor, or torch restored the state of the generator after each draw",
+    "remedy": "seed once; or seed each part by the name of the tensor and its place in it; of parameters that are "
+    "offloaded to the CPU, draw the local parts, because torch restores the state after a draw on such a DTensor",
+}
+BY_DTENSOR = (
+    "but the loader draws on DTensors, and on the CPU torch gives each rank the same numbers for its part; judge "
+    "this on GPUs"
+)

@@ -1,0 +1,1 @@
+"""Every tensor is materialised, initialised and on its device; the load itself."""

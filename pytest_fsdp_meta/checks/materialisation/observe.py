@@ -1,0 +1,276 @@
+"""Call the loader on this rank, check what it returned, and store the subject for the other observers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from pytest_fsdp_meta.checks.collectives.facts import Collective, RankMemory
+from pytest_fsdp_meta.checks.collectives.observe.recorder import Recorder
+from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
+from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters import lookup, zero3
+from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
+from pytest_fsdp_meta.ranks.generators import read_all
+from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
+from pytest_fsdp_meta.ranks.mapped import MAPS
+from pytest_fsdp_meta.ranks.optimizers import built_optimizer, optimizer_facts, pack_optimizer
+from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
+from pytest_fsdp_meta.ranks.precision import precision
+from pytest_fsdp_meta.ranks.sending import pack_function
+from pytest_fsdp_meta.ranks.torch_names import lacking
+from pytest_fsdp_meta.ranks.watching import DTensorDraws, watching
+from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
+
+LEFT_BY_LOADER = "random states"
+"""The key, in a rank's state, of the states of its generators when the loader returned."""
+SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm", "scheduler", "beside")
+"""Fields of Subject without which the world of the reference cannot train."""
+PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
+"""Attribute of parameters that may be placeholders -> who made it one."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank returns after loading."""
+
+    inventory: RankInventory
+    subject: SubjectFacts
+    recipe: Mapping[str, bytes]
+    """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
+    checkpoints: Mapping[str, str]
+    """The paths of reference and verifier, where they are checkpoint directories."""
+    lacking: Mapping[str, str]
+    """The observations and checks for which this torch lacks a private name, each with the reason."""
+    data_parallel: tuple[int, int] = (0, 1)
+    """(index, size) of this rank's slice of the batch."""
+    gpu: str = ""
+    library: str = ""
+    """The library that moves data between the ranks, with its version if it has one."""
+    collectives: tuple[Collective, ...] | None = None
+    """The collectives of the loader; None where they were not recorded."""
+    unknown_operators: tuple[str, ...] = ()
+    """Operators of torch that communicated, and that the recorder does not know."""
+    memory: RankMemory | None = None
+    """The memory that the loader needed; None where it was not measured."""
+
+
+def load(call: Call, watch: Collection[str] = ()) -> Loaded:
+    """Call the loader under poison, check what it declares, and take the inventory.
+
+    ``watch`` has what to observe while the loader runs: "collectives", "draws", "memory".
+    """
+    rank = current()
+    doing("loading")
+    loader, values = call.unpack(rank)
+    watch = set(watch).difference(lacking())
+    recorder = Recorder() if "collectives" in watch else None
+    draws = DTensorDraws() if "draws" in watch else None
+    peak = Peak(rank.device) if "memory" in watch and MAPS.exists() else None
+    with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
+        torch.manual_seed(SEED)
+        watchers = (recorder, peak.meter if peak else None)
+        with watching(*(watcher for watcher in watchers if watcher is not None), draws=draws):
+            returned = call_loader(loader, values)
+            _require_process_group(rank)
+    doing("taking the inventory")
+    restore_defaults()
+    left = read_all(rank.device)
+    subject = judgeable_subject(returned)
+    managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
+    reshard(subject.model)  # a loader may have run a forward to warm up
+    rank.state.update({"subject": subject, "watch": watch, "draws": draws, LEFT_BY_LOADER: left})
+    return replace(
+        describe(subject, rank, managed, poison.active),
+        collectives=recorder.collectives(subject.model) if recorder else None,
+        unknown_operators=tuple(sorted(recorder.unknown)) if recorder else (),
+        memory=peak.facts(subject.model) if peak else None,
+    )
+
+
+def loaded_subject(rank: Rank) -> Subject:
+    """Return the subject that ``load`` stored on this rank."""
+    subject = rank.state["subject"]
+    assert isinstance(subject, Subject)
+    return subject
+
+
+def resharded_subject() -> Subject:
+    """Return this rank's subject, with the parameters freed that a forward gathered."""
+    subject = loaded_subject(current())
+    reshard(subject.model)
+    return subject
+
+
+def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
+    """Return what the subject declares, and the inventory of its model on this rank."""
+    names = _names_by_kind(subject.model)
+    transient, stages = non_persistent(subject.model), has_stages(rank)
+    facts = subject.resolve(names["parameter"], names["buffer"], transient, rank.world_size, stages)
+    facts = replace(facts, engine=zero3.ENGINE if zero3.adapter(subject.model) else "")
+    lookup.remember(subject.model, subject.adapter)
+    _require_elements(subject.model)
+    inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)
+    built = built_optimizer(subject)
+    computes_in, reduces_in = precision(subject.model)
+    inventory = replace(
+        inventory,
+        tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
+        poison_kept=poison_active,
+        computes_in=computes_in,
+        reduces_in=reduces_in,
+        optimizer=None if built is None else optimizer_facts(built, subject),
+    )
+    sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
+    checkpoints = {
+        field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
+    }
+    return Loaded(
+        inventory=inventory,
+        subject=facts,
+        recipe=_pack_recipe(subject) if rank.rank == 0 else {},
+        checkpoints=checkpoints,
+        data_parallel=batch_slice(subject, rank),
+        gpu="" if (accelerator := accelerator_of(rank.device)) is None else accelerator.get_device_name(rank.device),
+        library=_communication_library(),
+        lacking=lacking(subject.model),
+    )
+
+
+def _communication_library() -> str:
+    backend = dist.get_backend()
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backend else str(backend)
+
+
+def call_loader(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call the loader. Raises Misuse for a process group that it makes although it has one."""
+    try:
+        with forward_warnings(NOTICES):
+            return loader(**values)
+    except ValueError as error:
+        if "initialize the default process group twice" in str(error) and current().has_mesh:
+            raise Misuse(
+                "the loader calls init_process_group, but the plugin has already created the process group; call it "
+                'only if torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")'
+            ) from error
+        raise
+
+
+def _require_process_group(rank: Rank) -> None:
+    """Raise Misuse when the loader has destroyed the plugin's process group, the only one with a mesh.
+
+    A group that the loader created itself may be gone: its model may not need it.
+    """
+    if rank.has_mesh and not dist.is_initialized():
+        raise Misuse(
+            "the loader destroyed the process group (destroy_process_group), which the checks need; "
+            "leave that to the plugin"
+        )
+
+
+def _require_living_groups(model: Module) -> None:
+    """Raise Misuse when a DTensor has lost its process group: its use would fail deep inside torch."""
+    if not dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise Misuse(
+            "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
+            "checks train and save the model; leave the group to the plugin, which destroys it with the ranks"
+        )
+
+
+def judgeable_subject(returned: object) -> Subject:
+    """Return what the loader returned as a Subject. Raises Misuse or SubjectError for what cannot be judged."""
+    subject = _as_subject(returned)
+    _require_judgeable(subject.model)
+    _require_living_groups(subject.model)
+    return subject
+
+
+def _as_subject(returned: object) -> Subject:
+    if isinstance(returned, Subject):
+        return returned
+    if isinstance(returned, Module):
+        return Subject(returned)
+    hint = ""
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        hint = "; a loader must be a plain function, not a coroutine or generator function"
+    elif returned is None:
+        hint = "; is a return statement missing?"
+    kind = "None" if returned is None else type(returned).__name__
+    raise Misuse(f"the loader returned {kind}, but should return the loaded model or a Subject{hint}")
+
+
+def _require_judgeable(model: Module) -> None:
+    for name, _, tensor in named_tensors(model):
+        if isinstance(tensor, FlatParameter):
+            raise SubjectError(
+                "model",
+                f"{name!r} is a flat parameter in which FSDP1 merged several, so their names are lost; shard with "
+                "FullyShardedDataParallel(use_orig_params=True) or fully_shard",
+            )
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise SubjectError("model", f"{name!r} is a lazy parameter without a shape; run a forward before sharding")
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise SubjectError("model", f"{name!r} is a nested tensor without a shape; use layout=torch.jagged")
+
+
+def _require_elements(model: Module) -> None:
+    """Raise SubjectError for a parameter whose elements a framework keeps where no adapter finds them."""
+    parts = lookup.parts_of(model)
+    for name, _, tensor in named_tensors(model):
+        framework = next((text for mark, text in PLACEHOLDERS.items() if hasattr(tensor, mark)), "")
+        if framework and not tensor.numel() and not parts.of(name, tensor).by:
+            raise SubjectError(
+                "model",
+                f"{name!r} is a placeholder without elements, which {framework} leaves outside of the forward; "
+                "describe what the ranks hold with Subject(adapter=...)",
+            )
+
+
+def _names_by_kind(model: Module) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {"parameter": [], "buffer": []}
+    for name, kind, _ in named_tensors(model):
+        names[kind].append(name)
+    return names
+
+
+def _pack_recipe(subject: Subject) -> dict[str, bytes]:
+    """Pickle the fields that the reference needs. Raises SubjectError for a field that cannot be pickled."""
+    from pytest_fsdp_meta.worlds.system.pickling import dumps
+
+    packed, built = {}, built_optimizer(subject)
+    for field in SENT_FIELDS:
+        value = getattr(subject, field)
+        if field == "optimizer" and built is not None:
+            packed[field] = pack_optimizer(built, subject.model)
+            continue
+        if field == "scheduler":
+            value = scheduler_for_reference(subject, built)
+        elif field == "beside":
+            value = beside_for_reference(subject)
+        try:
+            packed[field] = dumps(value)
+        except Exception as error:
+            raise SubjectError(
+                field,
+                f"it cannot be sent to the reference ({type(error).__name__}: {error}); it probably captures the "
+                "sharded model or a mesh: capture only paths and configs, and build everything else inside it",
+            ) from error
+    if subject.clip_grad_norm is not None:
+        # Functions that clip often hold a mesh or a group. The reference then clips with torch's.
+        function = pack_function(subject.clip_grad_norm, subject.model, built)
+        packed["clip_grad_norm"] = dumps(function)
+    return packed

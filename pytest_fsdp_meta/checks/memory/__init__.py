@@ -1,0 +1,1 @@
+"""What ranks hold while loading and in a training step."""

@@ -1,0 +1,1 @@
+"""Random numbers in training mode, and generators at a checkpoint."""

@@ -1,0 +1,270 @@
+"""Random numbers in training mode: alike where ranks compute one thing together, different where rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RankTrainingMode
+from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_sequence
+from pytest_fsdp_meta.judging.coordinates import coordinates
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import counted, joined_runs
+
+SEED_BY_SLICE = "torch.manual_seed(seed + <index of the data-parallel slice>)"
+
+
+class _Pair(NamedTuple):
+    """The same draw on two ranks."""
+
+    module: str
+    ranks: tuple[int, int]
+    draws: tuple[Draw, Draw]
+
+
+@check(
+    promise="in training mode, ranks that compute the same activation draw the same random numbers for it, and ranks "
+    "with other rows draw others",
+    family="random numbers",
+    needs=["inventory", "training_mode"],
+    uses=["reference"],
+    after=BLOCKING_CHECKS,
+    why="With one mask for the rows of all ranks, the noise of dropout does not average out over the batch; with "
+    "several masks for one activation, tensor-parallel ranks compute different models. The losses look plausible.",
+    cause="the ranks are not seeded by what they compute",
+    remedy=f"seed all ranks alike to draw weights; then, before training, {SEED_BY_SLICE}, the same on the ranks that "
+    "share a slice",
+    references=[
+        "huggingface/transformers#31412",
+        "pytorch/torchtitan#1946",
+        "NVIDIA/Megatron-LM#206",
+        "ecmwf/anemoi-core#595",
+    ],
+)
+def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
+    steps = _steps_with_draws(view)
+    if len(steps) == 1:
+        raise NotJudged("there is one rank, so nothing can differ between ranks")
+    places = coordinates(view.evidence)
+    pairs = [pair for pair in _pairs(steps) if pair.draws[0].operand and pair.draws[1].operand]
+    together = [p for p in pairs if _one_computation(steps, places, p.ranks) and _same_operand(p)]
+    apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p) and not _mesh_ignored(p)]
+    judged = [p for p in apart if all(_seeded_for_training(view, draw) for draw in p.draws)]
+    alike = [p for p in judged if _same_numbers(p)]
+    of_one_slice = {p.ranks for p in alike if len({steps[rank].data_parallel for rank in p.ranks}) == 1}
+    explanation = _ALL_ALIKE if len(alike) == len(judged) else _SOME_ALIKE
+    yield from _findings([p for p in together if not _same_numbers(p)], *_NOT_ALIKE)
+    yield from _findings([p for p in alike if p.ranks not in of_one_slice], *_SAME_ON_OTHER_ROWS, explanation)
+    yield from _findings([p for p in alike if p.ranks in of_one_slice], *_SAME_ON_OTHER_TOKENS)
+    if len(judged) < len(apart):
+        raise PartlyJudged(_UNSEEDED) if together or judged else NotJudged(_UNSEEDED)
+    if not together and not judged:
+        raise NotJudged("no two ranks draw numbers for the same activation, or for different rows")
+
+
+_UNSEEDED = (
+    "how training seeds the ranks is unknown, because the loader does not seed them, or only as building the reference "
+    f"does; to have the numbers of ranks with other rows judged, seed the ranks in the loader or train_step as your "
+    f"training does, such as by {SEED_BY_SLICE}"
+)
+
+
+def _seeded_for_training(view: View, draw: Draw) -> bool:
+    """Return whether the author seeded the generator for more than building the model.
+
+    A loader in a test often builds the reference too, as a stand-in for a checkpoint, with a seed of its own.
+    """
+    reference = view.evidence.reference
+    return draw.seeded and (draw.generator == OWN_GENERATOR or reference is None or draw.seed != reference.seed)
+
+
+def _steps_with_draws(view: View) -> Sequence[RankTrainingMode]:
+    steps = view.evidence.training_mode or ()
+    if not any(step.draws for step in steps):
+        if any(step.hidden for step in steps):
+            raise NotJudged(
+                "no operator draws random numbers in training mode, but a generator changes: kernels may draw that "
+                "torch does not show"
+            )
+        raise NotJudged("the model draws no random numbers in training mode")
+    return steps
+
+
+def _pairs(steps: Sequence[RankTrainingMode]) -> Iterator[_Pair]:
+    """Yield each draw that two ranks have in common, in the order in which the first rank draws."""
+    by_key: dict[tuple[str, int, str, str], list[tuple[int, Draw]]] = {}
+    for rank, step in enumerate(steps):
+        for draw in step.draws:
+            by_key.setdefault((draw.module, draw.call, draw.operator, draw.generator), []).append((rank, draw))
+    for (module, *_), drawn in by_key.items():
+        for (rank, draw), (other, its) in combinations(drawn, 2):
+            yield _Pair(module, (rank, other), (draw, its))
+
+
+def _one_computation(
+    steps: Sequence[RankTrainingMode], places: Mapping[int, Mapping[str, int]], ranks: tuple[int, int]
+) -> bool:
+    """Return whether two ranks have the same rows and tokens, along dimensions that split the model.
+
+    Ranks with other experts draw for these, whatever they are given.
+    """
+    dims = _differing_dims(places, ranks)
+    return (
+        steps[ranks[0]].data_parallel == steps[ranks[1]].data_parallel
+        and any(map(splits_model, dims))
+        and not any(splits_experts(dim) or splits_sequence(dim) for dim in dims)
+    )
+
+
+def _other_rows(
+    steps: Sequence[RankTrainingMode], places: Mapping[int, Mapping[str, int]], ranks: tuple[int, int]
+) -> bool:
+    """Return whether two ranks have other rows of the batch, or other tokens of the same rows.
+
+    Tensor-parallel ranks may have other parts of an activation too. Equal numbers do little harm there, and DTensor on
+    the CPU draws no others.
+    """
+    dims = _differing_dims(places, ranks)
+    other_tokens = any(map(splits_sequence, dims)) and all(splits_sequence(d) or not splits_model(d) for d in dims)
+    return steps[ranks[0]].data_parallel != steps[ranks[1]].data_parallel or other_tokens
+
+
+def _differing_dims(places: Mapping[int, Mapping[str, int]], ranks: tuple[int, int]) -> list[str]:
+    first, second = (places.get(rank, {}) for rank in ranks)
+    return [dim for dim in {**first, **second} if first.get(dim) != second.get(dim)]
+
+
+def _same_operand(pair: _Pair) -> bool:
+    return pair.draws[0].operand == pair.draws[1].operand
+
+
+def _same_numbers(pair: _Pair) -> bool:
+    return pair.draws[0].state == pair.draws[1].state
+
+
+def _mesh_ignored(pair: _Pair) -> bool:
+    """Return whether DTensor draws on the CPU, where it does not give each shard its own numbers."""
+    return any(draw.by_dtensor and draw.generator == "cpu" for draw in pair.draws)
+
+
+_NOT_ALIKE: tuple[str, str, Explanation] = (
+    "draws different random numbers for the same activation",
+    "the same numbers, because these ranks compute one result together",
+    {
+        "cause": "the ranks along a dimension that splits the model are seeded by their rank, or one of them has drawn "
+        "more than the others (a DataLoader draws its base seed where it is iterated)",
+        "remedy": "seed the ranks that share a data-parallel slice alike, as late as possible: "
+        f"{SEED_BY_SLICE}; let draws that only some ranks make use a generator of their own",
+    },
+)
+_SAME_ON_OTHER_ROWS = "draws the same random numbers for different rows", "other numbers on ranks with other rows"
+_ALL_ALIKE: Explanation = {
+    "cause": "all ranks are seeded alike (torch.manual_seed(42), accelerate's or transformers' set_seed(42)), which is "
+    "right for drawing weights and wrong for training",
+    "remedy": f"after the model is built, {SEED_BY_SLICE}; accelerate has set_seed(seed, device_specific=True), which "
+    "also makes tensor-parallel ranks different",
+}
+_SOME_ALIKE: Explanation = {
+    "cause": "the seed depends on some dimensions of the mesh that divide the batch and not on all of them, such as "
+    "dp_shard without dp_replicate; or it depends on the rank within one machine",
+    "remedy": f"{SEED_BY_SLICE}, counted over all dimensions that divide the batch",
+}
+_SAME_ON_OTHER_TOKENS: tuple[str, str, Explanation] = (
+    "draws the same random numbers for different tokens of their rows",
+    "other numbers on ranks with other tokens",
+    {
+        "cause": "the ranks that divide the sequence are seeded alike",
+        "remedy": "seed by the index along the dimension that divides the sequence as well, where their parts differ",
+    },
+)
+
+
+def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: Explanation) -> Iterator[Finding]:
+    """Yield one finding for all pairs: a seed is wrong for all modules of the model, which share the generator."""
+    if not pairs:
+        return
+    modules = list(dict.fromkeys(pair.module for pair in pairs))
+    ranks = tuple(sorted({rank for pair in pairs for rank in pair.ranks}))
+    first = pairs[0]
+    more = len(modules) - 1
+    others = f"; so {'does' if more == 1 else 'do'} {counted(more, 'other module')}" if more else ""
+    shape = "x".join(map(str, first.draws[0].shape))
+    detail = f"{first.draws[0].operator} of {shape} elements, first on ranks {joined_runs(first.ranks)}{others}"
+    yield Finding(first.module or None, ranks, actual, expected, detail, **explanation)
+
+
+@check(
+    promise="resume() restores the random state that each rank had when it saved",
+    family="random numbers",
+    needs=["inventory", "training_mode", "continued", "resumed"],
+    after=BLOCKING_CHECKS,
+    why="A resumed run otherwise repeats the masks of the first steps, or gives all ranks those of rank 0, and no loss "
+    "can be compared with that of an uninterrupted run.",
+    cause="resume() restores another random state than the one of its rank",
+    remedy="let every rank save torch.get_rng_state() and its device's state under its own name, and restore them last",
+    references=[
+        "radixark/miles#3187",
+        "NVIDIA/Megatron-LM#6858",
+        "NVIDIA-NeMo/Automodel#3437",
+        "modelscope/ms-swift#9935",
+    ],
+    fields=["save"],
+)
+def random_numbers_resume(view: View) -> Iterable[Finding]:
+    steps = _steps_with_draws(view)
+    if "save" not in view.evidence.subject.declared:
+        raise NotDeclared("save", "; without it, torch.distributed.checkpoint saves, which keeps no random state")
+    used = {draw.generator for step in steps for draw in step.draws}
+    if used == {OWN_GENERATOR}:
+        raise NotJudged("the model draws from a generator of its own, whose state only the model knows")
+    saved, resumed = view.evidence.continued or (), view.evidence.resumed or ()
+    problems = {
+        kind: [(rank, _problem(kind, saved, resumed, rank)) for rank in range(len(resumed))]
+        for kind in sorted(used - {OWN_GENERATOR})
+    }
+    for by_rank in problems.values():
+        for problem, ranks in ranks_by(by_rank).items():
+            if problem is not None and problem != _SEEDED_AGAIN:
+                yield Finding(None, ranks, *problem[:2], cause=problem.cause, remedy=problem.remedy)
+    if any(problem == _SEEDED_AGAIN for by_rank in problems.values() for _, problem in by_rank):
+        raise NotJudged("resume() seeds the generators with other seeds instead of restoring their states")
+
+
+def _problem(kind: str, saved: Sequence[RankResumed], resumed: Sequence[RankResumed], rank: int) -> Mismatch | None:
+    """Return what is wrong with the random state of a rank after resuming.
+
+    save() may draw numbers itself, and take the state before or after that.
+    """
+    own, now = saved[rank].generators[kind], resumed[rank].generators[kind]
+    if now.after in (own.before, own.after):
+        return None
+    generator = f"(generator of {'the CPU' if kind == 'cpu' else kind})"
+    if now.after == now.before:
+        return Mismatch(f"the random state {generator} is not restored: resume() does not change it", _OWN, **_LOST)
+    for other, run in enumerate(saved):
+        if now.after in (run.generators[kind].before, run.generators[kind].after):
+            return Mismatch(f"the random state of rank {other} {generator} after resuming", _OWN, **_ONE_FOR_ALL)
+    if now.seed != own.seed:
+        return _SEEDED_AGAIN
+    return Mismatch(f"another random state {generator} after resuming", _OWN, **_CHANGED_AFTERWARDS)
+
+
+_OWN = "the one that the rank had when it saved"
+_SEEDED_AGAIN = Mismatch("seeded again", _OWN)
+_LOST: Explanation = {
+    "cause": "the checkpoint has no random state, or not that of the generator from which the model draws",
+    "remedy": "let every rank save torch.get_rng_state(), and torch.cuda.get_rng_state() on a GPU, under its own name",
+}
+_ONE_FOR_ALL: Explanation = {
+    "cause": "one rank saves its random state, and all ranks that resume load it",
+    "remedy": "let every rank save its own state: a file for each rank, or a key with the rank in its name",
+}
+_CHANGED_AFTERWARDS: Explanation = {
+    "cause": "something draws or seeds after the state is restored, such as a loader of batches that is built then",
+    "remedy": "restore the random state last in resume()",
+}

@@ -1,0 +1,165 @@
+"""Watch which modules draw random numbers, from which state of a generator, and what the numbers are applied to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
+from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.generators import States, describe_state, read_states, seed_of
+from pytest_fsdp_meta.ranks.module_watch import RunningModule
+from pytest_fsdp_meta.ranks.torch_private import (
+    TorchDispatchMode,
+    is_operator,
+    operator_arguments,
+    operator_name,
+)
+from pytest_fsdp_meta.ranks.watching import tensors_in
+from pytest_fsdp_meta.worlds import SEED
+
+
+class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
+    """Record the operators that draw random numbers. Compiled modules run eagerly, where their operators are seen."""
+
+    # Without this attribute, flex attention and other higher-order operators refuse to run.
+    supports_higher_order_operators = True
+
+    def __init__(self, model: Module, device: torch.device) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+        self._device = device
+        self.running = RunningModule(model)
+        self._calls: Counter[str] = Counter()
+        self._unapplied: dict[int, tuple[int, Tensor]] = {}
+        """Address of a storage with random numbers -> the draw, and the tensor, which keeps the address taken."""
+        self._dtensor_operator: Any = None
+        self._first = read_states(device)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a generator has advanced although no operator was seen to draw from it."""
+        seen = {draw.generator for draw in self.draws}
+        return any(kind not in seen for kind in _changed(self._first, read_states(self._device)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_operator(func):
+            return func(*args, **kwargs)
+        if any(issubclass(kind, DTensor) for kind in types):
+            self._dtensor_operator = func
+            return NotImplemented  # DTensor runs the same operator on its shard, which this mode sees
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        if not self._unapplied:
+            return func(*args, **kwargs)
+        taken = list(tensors_in((args, tuple(kwargs.values()))))
+        drawn = {self._unapplied[key][0] for key in map(_address, taken) if key in self._unapplied}
+        operand = self._operand(taken) if drawn else ""  # before the call, which may overwrite it
+        out = func(*args, **kwargs)
+        for number in drawn:
+            self._apply(number, operand, out)
+        return out
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        own = operator_arguments(func, args, kwargs).get("generator")
+        taken = list(tensors_in((args, tuple(kwargs.values()))))
+        before = self._states(own)
+        out = func(*args, **kwargs)
+        made = list(tensors_in(out))
+        if not made:
+            return out  # DTensor tries a new operator on fake tensors first, which draws nothing
+        for kind in _changed(before, self._states(own)):
+            module = self.running.name
+            self.draws.append(
+                Draw(
+                    module=module,
+                    call=self._calls[module],
+                    operator=operator_name(func),
+                    shape=tuple(made[0].shape),
+                    generator=kind,
+                    state=describe_state(before[kind]),
+                    seed=(seed := seed_of(kind) if own is None else own.initial_seed()),
+                    seeded=own is not None or seed != SEED,
+                    by_dtensor=self._dtensor_operator is func,
+                )
+            )
+            self._calls[module] += 1
+            # What is overwritten with random numbers, as by bernoulli_(), is nothing that they are applied to.
+            written = set(map(_address, made))
+            self._apply(len(self.draws) - 1, self._operand(t for t in taken if _address(t) not in written), out)
+        self._dtensor_operator = None
+        return out
+
+    def _states(self, own: Any) -> States:
+        return read_states(self._device) if own is None else {OWN_GENERATOR: own.get_state()}
+
+    def _operand(self, taken: Iterable[Tensor]) -> str:
+        """Return a digest of the tensors that tell ranks apart.
+
+        Constants, such as the probability of each element or the ones that a mask is made of, do not.
+        """
+        held = [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and _varies(t)]
+        return " ".join(map(digest, held))
+
+    def _apply(self, number: int, operand: str, out: Any) -> None:
+        """Note what the numbers of a draw are applied to; without an operand, that follows with what ``out`` is for."""
+        if operand:
+            self.draws[number] = replace(self.draws[number], operand=operand)
+            self._unapplied = {key: held for key, held in self._unapplied.items() if held[0] != number}
+        else:
+            self._unapplied |= {_address(t): (number, t) for t in tensors_in(out) if t.numel()}
+
+
+@contextmanager
+def watching_draws(model: Module, device: torch.device) -> Iterator[DrawWatch]:
+    """Watch the draws of the block, with the modules of the model that they run in."""
+    watch = DrawWatch(model, device)
+    with watch.running.watching(), watch:
+        yield watch
+
+
+class DrawsInEvaluation:
+    """Find the modules that draw random numbers in evaluation mode; steps are numbered from 0.
+
+    The second step is watched only if a generator has advanced in the first: to see that costs next to nothing.
+    """
+
+    def __init__(self, model: Module, device: torch.device) -> None:
+        self.modules: tuple[str, ...] = ()
+        self._model, self._device = model, device
+        self._drew = False
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Look at the step of the block. Each rank decides for itself, because watching does not communicate."""
+        if step == 1 and self._drew:
+            with watching_draws(self._model, self._device) as watch:
+                yield
+            self.modules = tuple(dict.fromkeys(draw.module for draw in watch.draws if draw.module))
+            return
+        before = read_states(self._device) if step == 0 else {}
+        yield
+        if before:
+            self._drew = bool(_changed(before, read_states(self._device)))
+
+
+def _changed(before: States, after: States) -> Sequence[str]:
+    return [kind for kind, state in before.items() if not torch.equal(state, after[kind])]
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _varies(tensor: Tensor) -> bool:
+    values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
+    return bool(values.numel() > 1 and (values != values.flatten()[0]).any())

@@ -1,0 +1,1 @@
+"""Placements, mesh dimensions, and shards that cover each tensor once."""

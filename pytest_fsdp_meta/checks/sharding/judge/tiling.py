@@ -1,0 +1,168 @@
+"""Check that the shards of all ranks together cover each tensor exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+
+from pytest_fsdp_meta.checks.materialisation.judge import MANAGED
+from pytest_fsdp_meta.checks.sharding.facts.numbering import mesh_and_place, order_of, possible_orders
+from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
+from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import counted, first_of
+
+Held = tuple[Region, ...]
+"""The regions that one rank holds, dim by dim."""
+Pattern = tuple[tuple[int, ...], tuple[tuple[int, Held], ...], int]
+"""The shape, the part that each rank holds, and how many ranks should hold each element."""
+Facts = list[tuple[int, TensorFacts]]
+Flaw = tuple[tuple[int, ...], str, str]
+"""Ranks, actual and expected of a finding."""
+
+
+@check(
+    promise="within each set of replicas, the shards of all ranks cover the global tensor exactly once",
+    family="sharding",
+    needs=["inventory"],
+    after=[
+        MANIFEST,
+        NAMES,
+        SHAPES,
+        MANAGED,
+        "unsharded_modules_stay_whole",
+        "nothing_left_unsharded",
+        "dtensor_placements",
+    ],
+    why="Elements that no rank holds are lost when saving; for elements on two ranks, one copy overwrites the other.",
+    cause="ranks created their own meshes, in which two ranks have the same coordinate or some have none",
+    remedy="create one mesh of all ranks, in the same order on every rank",
+    references=["NVIDIA/TransformerEngine#3207", "huggingface/transformers#48237"],
+    simulated="too",
+)
+def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
+    world = view.evidence.world
+    known: dict[Pattern, Flaw | None] = {}  # thousands of tensors share a few patterns
+    by_hand, own_mesh = list[str](), list[str]()
+    orders = possible_orders(world.mesh, view.evidence.inventory) if world.simulated else []
+    for name, facts in view.tensors("parameter", "buffer"):
+        sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
+        if any(mismatch for _, mismatch in sizes):
+            yield from view.findings_for(name, sizes)
+            continue
+        if world.simulated:
+            by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
+            crowded = [*_crowded(name, facts, world)]
+            # Where some ranks are numbered regularly, all are, and the chunks of DTensor's placements tile.
+            own_mesh += [name] * (not crowded and order_of(facts, orders) is None)
+            yield from crowded
+            continue
+        pattern = _pattern(facts)
+        if pattern not in known:
+            known[pattern] = _flaw(*pattern)
+        flaw = known[pattern]
+        if flaw is not None:
+            described = facts[0][1].sharded_by and facts[0][1].placements is None
+            yield Finding(name, *flaw, **(_BY_HAND if described else {}))
+    if by_hand:
+        raise PartlyJudged(f"the parts of {first_of(by_hand)} have no placements, so those of other ranks are unknown")
+    if own_mesh:
+        raise PartlyJudged(
+            f"{first_of(own_mesh)}: on a mesh of the loader's own, in which the places of other ranks are unknown"
+        )
+
+
+def _crowded(name: str, facts: Facts, world: WorldFacts) -> Iterator[Finding]:
+    """Find more ranks at one place of a tensor's mesh than the world has copies of the mesh."""
+    for (mesh, coordinate), ranks in ranks_by((rank, mesh_and_place(tensor)) for rank, tensor in facts).items():
+        most = max(1, world.size // prod(mesh.shape)) if mesh is not None else len(ranks)
+        if coordinate is not None and len(ranks) > most:
+            place = f"at {coordinate} of the mesh {mesh}"
+            yield Finding(name, ranks, f"{len(ranks)} ranks are {place}", f"{counted(most, 'rank')} there")
+
+
+def _outside(tensor: TensorFacts) -> bool:
+    """Return whether the rank is not in the tensor's mesh, and so holds no part of it."""
+    return tensor.mesh is not None and tensor.mesh.coordinate is None
+
+
+def _compare_local_shape(tensor: TensorFacts) -> Mismatch | None:
+    implied = tuple(sum(stop - start for start, stop in runs) for runs in tensor.regions)
+    if (
+        tensor.local_shape == implied or _outside(tensor) or 0 in tensor.shape
+    ):  # fully_shard() makes empty shards of an empty tensor
+        return None
+    return Mismatch(f"local shape {tensor.local_shape}", f"{implied}, as its placements imply", **_CUT)
+
+
+_BY_HAND: Explanation = {
+    "cause": "two ranks were given the same part, or a part was given to no rank",
+    "remedy": "choose the part by the rank's index in its group, and describe the same part in Subject(adapter=...)",
+}
+_CUT: Explanation = {
+    "cause": "the shard's size does not match its placements: torch splits a dim into chunks of ceil(size / ranks), so "
+    "the last ranks may hold less, or nothing",
+    "remedy": "split it as torch.chunk does, or use distribute_tensor",
+}
+
+
+def _pattern(facts: list[tuple[int, TensorFacts]]) -> Pattern:
+    held = tuple((rank, tensor.regions) for rank, tensor in facts if not _outside(tensor))
+    first = next((tensor for _, tensor in facts if not _outside(tensor)), facts[0][1])
+    if first.placements is None and first.sharded_by:
+        # Without placements, the number of replicas follows from the number of elements on all ranks.
+        copies = round(sum(tensor.numel for _, tensor in facts) / max(1, prod(first.shape)))
+        return first.extent, held, max(1, copies)
+    sizes = zip(first.placements or (), first.mesh.shape if first.mesh else (), strict=True)
+    shards = prod(size for placement, size in sizes if sharded_dim(placement) is not None)
+    # Each of several meshes may span a part of the ranks; each then holds the tensor once.
+    return first.extent, held, max(1, len(held) // shards)
+
+
+def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Held]], replicas: int) -> Flaw | None:
+    if 0 in shape or not held:
+        return None
+    cuts = [sorted({0, size, *_edges(regions[dim] for _, regions in held)}) for dim, size in enumerate(shape)]
+    holders = _holders(cuts, held)
+    cells = list(product(*(range(len(edges) - 1) for edges in cuts)))
+    often = [cell for cell in cells if len(holders.get(cell, ())) > replicas]
+    seldom = [cell for cell in cells if len(holders.get(cell, ())) < replicas]
+    if not often and not seldom:
+        return None
+    ranks = tuple(holders[often[0]]) if often else tuple(rank for rank, _ in held)
+    parts = []
+    if often:
+        parts.append(f"{len(ranks)} ranks hold {_box(cuts, often)}")
+    if seldom:
+        count = len(holders.get(seldom[0], ()))
+        few = f"only {counted(count, 'rank')} hold{'s' * (count == 1)}" if count else "no rank holds"
+        parts.append(f"{few} {_box(cuts, seldom)}")
+    once = "exactly once" if replicas == 1 else f"exactly once in each of {replicas} replicas"
+    return ranks, " and ".join(parts), f"shards that cover {shape} {once}"
+
+
+def _edges(runs: Iterable[Region]) -> Iterator[int]:
+    return (edge for region in runs for run in region for edge in run)
+
+
+def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tuple[int, ...], list[int]]:
+    """Return the ranks that hold each cell between neighbouring cuts."""
+    number = [{cut: index for index, cut in enumerate(edges)} for edges in cuts]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank, regions in held:
+        spans = [
+            [index for start, stop in runs for index in range(at[start], at[stop])]
+            for at, runs in zip(number, regions, strict=True)
+        ]
+        for cell in product(*spans):
+            holders.setdefault(cell, []).append(rank)
+    return holders
+
+
+def _box(cuts: list[list[int]], cells: list[tuple[int, ...]]) -> str:
+    """Return the indices of the first cell, like "[4:8, 0:4]", and the number of others."""
+    first = ", ".join(f"{edges[index]}:{edges[index + 1]}" for edges, index in zip(cuts, cells[0], strict=True))
+    return f"[{first}]" + (f" and {counted(len(cells) - 1, 'more part')}" if len(cells) > 1 else "")

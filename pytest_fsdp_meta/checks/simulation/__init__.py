@@ -1,0 +1,1 @@
+"""Worlds that do not run: what a rank would hold and send."""

@@ -1,0 +1,188 @@
+"""Run the loader as one rank of a world that does not run: tensors have shapes but no values, and nothing is sent."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_fsdp_meta.checks.collectives.observe.recorder import INPUTS, NAMESPACES, OPS
+from pytest_fsdp_meta.checks.materialisation.observe import Loaded, call_loader, describe, judgeable_subject
+from pytest_fsdp_meta.checks.simulation.observe.shapes import without_values_of_shapes
+from pytest_fsdp_meta.evidence import ReferenceFacts
+from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, take_inventory
+from pytest_fsdp_meta.ranks.torch_names import lacking
+from pytest_fsdp_meta.ranks.torch_private import (
+    cutting_own_shards,
+    operator_arguments,
+    operator_name,
+    refusing_objects,
+    refusing_stores,
+    tree_leaves,
+)
+from pytest_fsdp_meta.ranks.watching import watching
+from pytest_fsdp_meta.text import as_bytes, first_line
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
+from pytest_fsdp_meta.worlds.rank.preload import TORCH_ON_FORK
+from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
+
+GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
+"""Collectives, by how their names begin, that give a rank what others have computed."""
+MEMORY = 2 * 2**30
+"""Bytes that a simulated rank may take for what has values, such as buffers and batches."""
+NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+NOT_MAPPED = re.compile(r"unable to mmap (\d+) bytes from file <(.+?)>: Cannot allocate memory")
+STATUS = Path("/proc/self/status")
+WITHOUT_VALUES = (
+    *("on meta tensors", "meta tensor", "Cannot copy out of", "materialized from meta device"),
+    *("meta device type tensor", "tensor with unallocated storage", "data-independent implementation does not exist"),
+    "no fake impl or Meta kernel",
+)
+"""What torch says when a value of a meta tensor is asked for."""
+ASKS_CUDA = re.compile(
+    rf"not compiled with CUDA|has no attribute '_cuda|No CUDA GPUs|Found no NVIDIA driver|{TORCH_ON_FORK}"
+)
+NOT_FAKED = re.compile(r"only implemented for GLOO|pure virtual function \"::c10d|csrc/distributed/c10d")
+"""What torch says of collectives and stores that its fake process group does not have."""
+NO_AMOUNT = re.compile(r"$|Unable to allocate")
+"""What Python and numpy say when the system has no memory; a MemoryError of the author's own says what is missing."""
+ON_META = "build the model with torch.device('meta') and materialise its shards on fsdp.device"
+
+
+def load_simulated(call: Call) -> Loaded:
+    """Call the loader and take the inventory.
+
+    Raises Misuse where the loader asks for a value, for what another rank sends, or for the memory of a real model.
+    """
+    rank = current()
+    doing("loading")
+    loader, values = call.unpack(rank)
+    if reason := lacking().get("simulation"):
+        raise Misuse(f"worlds cannot be simulated: {reason}")
+    torch.manual_seed(SEED)
+    limit_memory()
+    with ExitStack() as stack:
+        stack.enter_context(without_values("the loader", ON_META))
+        stack.enter_context(refusing_objects(_refuse_objects))
+        stack.enter_context(refusing_stores(_refuse_stores))
+        stack.enter_context(watching(_ReductionsOfValues()))
+        stack.enter_context(cutting_own_shards())
+        stack.enter_context(without_values_of_shapes(str(rank.shapes_folder)))
+        returned = call_loader(loader, values)
+    doing("taking the inventory")
+    subject = judgeable_subject(returned)
+    rank.state.update({"subject": subject})
+    return describe(subject, rank, managed_names(subject.model), poison_active=False)
+
+
+def observe_reference(
+    recipe: Mapping[str, bytes], frozen: tuple[str, ...], attributes: tuple[str, ...]
+) -> ReferenceFacts:
+    """Build the reference, without values if it can be, and return its names, shapes, dtypes and ties."""
+    doing("building the reference")
+    limit_memory()
+    build = pickle.loads(recipe["reference"])
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (RuntimeError, TypeError):  # it reads a checkpoint, or computes with what it has built
+        with without_values("Subject(reference=...)", "give a function that only builds the model, such as its class"):
+            model = build()
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and name in frozen:
+            tensor.requires_grad_(False)
+    inventory = take_inventory(model, 0, "meta", attributes)
+    return ReferenceFacts(source="callable", inventory=inventory, state_dict=tuple(model.state_dict()))
+
+
+def limit_memory() -> None:
+    """Let this process take ``MEMORY`` more, so that a model that is built with values ends it and not the machine.
+
+    Files that are mapped do not count.
+    """
+    if not STATUS.exists():
+        return  # not Linux
+    held = int(STATUS.read_text().split("VmData:")[1].split()[0]) * 1024
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = held + MEMORY if most == resource.RLIM_INFINITY else min(held + MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
+@contextmanager
+def without_values(what: str, instead: str) -> Iterator[None]:
+    """Raise Misuse for an error by which torch says that a tensor has no values, or that memory is used up.
+
+    ``instead``: what to do so that no memory is needed.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, MemoryError, CallFailed) as error:
+        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        if file := NOT_MAPPED.search(str(cause)):
+            raise Misuse(
+                f"{what} maps {as_bytes(int(file[1]))} of {file[2]} ({user_line(cause)}), and simulated ranks have no "
+                "memory for values; read fsdp.checkpoint_of_shapes(folder) instead, which has none"
+            ) from error
+        asked = NO_MEMORY.search(str(cause))
+        if asked or (isinstance(cause, MemoryError) and NO_AMOUNT.match(str(cause))):
+            amount = as_bytes(int(asked[1])) if asked else f"more than {as_bytes(MEMORY)}"
+            raise Misuse(
+                f"{what} allocates {amount} ({user_line(cause)}), and simulated ranks have no memory for values; "
+                f"{instead}"
+            ) from error
+        if ASKS_CUDA.search(str(cause)):
+            raise Misuse(
+                f"{what} asks CUDA for something ({user_line(cause)}), and simulated ranks have no GPU; use "
+                "fsdp.device, or leave it out where fsdp.simulated is true"
+            ) from error
+        if NOT_FAKED.search(str(cause)):
+            raise Misuse(
+                f"{what} calls what torch's fake process group cannot do ({user_line(cause)}): {first_line(cause)}; "
+                "leave it out where fsdp.simulated is true"
+            ) from error
+        if not any(text in str(cause) for text in WITHOUT_VALUES):
+            raise
+        raise Misuse(
+            f"{what} asks for a value of a tensor, which simulated ranks do not have ({user_line(cause)}): "
+            f"{first_line(cause)}"
+        ) from error
+
+
+class _ReductionsOfValues:
+    """A watcher that refuses collectives whose result would be values: it may decide what the loader does next."""
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        op = OPS.get(operator_name(func), "") if func.namespace in NAMESPACES else ""
+        if not op.startswith(GIVING_VALUES):
+            return
+        given = operator_arguments(func, args, kwargs)
+        inputs = tree_leaves(next((given[name] for name in INPUTS if name in given), None))
+        if any(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in inputs):
+            raise Misuse(
+                f"the loader calls {op} with values ({user_line()}), which simulated ranks are alone with: leave it "
+                "out where fsdp.simulated is true"
+            )
+
+    def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
+
+
+def _refuse_objects(function: str, error: BaseException | None) -> Misuse:
+    return Misuse(
+        f"the loader calls torch.distributed.{function} ({user_line(error)}), which sends objects from rank to rank; "
+        "simulated ranks are alone: compute them on each rank where fsdp.simulated is true"
+    )
+
+
+def _refuse_stores(function: str) -> Misuse:
+    return Misuse(
+        f"the loader calls {function}() of a store ({user_line()}), which waits for other ranks; simulated ranks are "
+        "alone: leave it out where fsdp.simulated is true"
+    )

@@ -1,0 +1,1 @@
+"""Names, shapes, dtypes, trainability and attributes of parameters and buffers."""

@@ -1,0 +1,321 @@
+"""Check names, shapes, dtypes, trainability and attributes of parameters and buffers, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain
+
+from pytest_fsdp_meta.evidence import TensorFacts, holding_stages
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.text import joined_runs, name_ranks
+
+MANIFEST = "same_manifest_on_every_rank"
+NAMES = "names_match_reference"
+SHAPES = "shapes_match_reference"
+
+
+@check(
+    promise="names, shapes, dtypes, requires_grad and order of parameters and buffers agree on all ranks",
+    family="structure",
+    needs=["inventory"],
+    why="FSDP matches collectives by their order: ranks that disagree exchange the wrong bytes or hang.",
+    cause="the loader depends on the rank when it builds, casts or freezes the model",
+    remedy="build, cast and freeze the model alike on every rank; only the reading of data may depend on the rank",
+    references=["vllm-project/speculators#776", "pytorch/pytorch#73547"],
+    simulated="too",
+)
+def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
+    inventories = view.evidence.inventory
+    comparable = True
+    for name, facts in view.tensors("parameter", "buffer"):
+        presence = [(rank.rank, name in rank.by_name) for rank in inventories if name not in view.on_some_ranks]
+        usual = majority(presence) if presence else True
+        for present, ranks in ranks_by(presence).items():
+            if present != usual:
+                others = name_ranks(rank for rank, other in presence if other == usual)
+                actual, expected = ("present", "absent") if present else ("missing", "present")
+                yield Finding(name, ranks, actual, f"{expected}, as on {others}")
+        yield from _on_several_stages(view, name, facts)
+        kinds = {tensor.kind for _, tensor in facts}
+        comparable = comparable and len({present for _, present in presence}) <= len(kinds) == 1
+        yield from _disagreements(facts)
+    if comparable:
+        yield from _disorder(view)
+
+
+def _on_several_stages(view: View, name: str, facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
+    """Yield a finding for a parameter of several stages, which the model would use twice, unless it is tied."""
+    subject, inventory = view.evidence.subject, view.evidence.inventory
+    stages = holding_stages(name, subject.stages, inventory)
+    tied = {other for group in chain(subject.tied, *(rank.ties() for rank in inventory)) for other in group}
+    if len(stages) < 2 or facts[0][1].kind != "parameter" or name in tied or name in subject.on_some_ranks:
+        return
+    yield Finding(
+        name,
+        tuple(rank for rank, _ in facts),
+        f"on stages {joined_runs(stages)} of the pipeline",
+        "on one of them",
+        cause="the ranges of layers that the stages build overlap",
+        remedy="give each layer to one stage; declare what stages share on purpose with Subject(tied=...) or "
+        "Subject(on_some_ranks=...)",
+    )
+
+
+def _disorder(view: View) -> Iterator[Finding]:
+    some = view.on_some_ranks
+    orders = [
+        (rank.rank, tuple(t.name for t in rank.tensors if t.name not in some)) for rank in view.evidence.inventory
+    ]
+    usual = majority(orders)
+    for order, ranks in ranks_by(orders).items():
+        if order != usual:
+            first, expected = next((a, b) for a, b in zip(order, usual, strict=True) if a != b)
+            others = name_ranks(rank for rank, other in orders if other == usual)
+            detail = f"first difference: {first} in place of {expected}"
+            yield Finding(
+                None, ranks, "parameters and buffers in a different order", f"in the order of {others}", detail
+            )
+
+
+def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
+    for aspect in ("kind", "shape", "dtype", "requires_grad", "persistent"):
+        values = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
+        usual = majority(values)
+        for value, ranks in ranks_by(values).items():
+            if value != usual:
+                others = name_ranks(rank for rank, other in values if other == usual)
+                yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}")
+
+
+@check(
+    promise="no parameters or buffers are missing or extra",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST],
+    why="An extra bias is trained and saved; a missing one is silently left out of the forward.",
+    cause="the sharded model and the reference are built from different configs, or a wrapper renames the tensors",
+    remedy="build both from the same config, and return the module inside a wrapper that renames its tensors",
+    references=["NVIDIA/TransformerEngine#2713", "pytorch/pytorch#118119"],
+    simulated="too",
+)
+def names_match_reference(view: View) -> Iterable[Finding]:
+    ranks = tuple(rank.rank for rank in view.evidence.inventory)
+    # A tensor that only some ranks lack is reported by same_manifest_on_every_rank.
+    ours = {t.name: t for rank in view.evidence.inventory for t in rank.tensors}
+    reference = view.reference_inventory.by_name
+    ties = (*view.evidence.inventory[0].ties(), *view.evidence.subject.tied)
+    stored_once = {name for group in ties if any(other in reference for other in group) for name in group}
+    extra = [name for name in ours if name not in reference]
+    if not view.reference.complete:  # checkpoints omit non-persistent buffers and drawn weights, and store ties once
+        known = {*stored_once, *view.evidence.subject.drawn}
+        extra = [name for name in extra if ours[name].persistent and name not in known]
+    missing = [name for name in reference if name not in ours]
+    prefix = _common_prefix(extra, missing) if len(missing) == len(reference) else ""  # a wrapper renames every tensor
+    if prefix:
+        yield Finding(
+            None,
+            ranks,
+            f"names have the prefix {prefix!r} ({extra[0]})",
+            f"named as in the reference ({missing[0]})",
+            cause="the loader returns a wrapper instead of the model inside it",
+            remedy=f"return the inner module, which is .{prefix.removesuffix('.')} of the returned one",
+            condemns=(*extra, *missing),
+        )
+        return
+    for name in filter(view.judgeable, extra):
+        actual = f"present (a {ours[name].kind})"
+        yield Finding(name, ranks, actual, "absent, as in the reference", **_explain_bias(name, ours, reference))
+    for name in filter(view.judgeable, missing):
+        expected = f"a {reference[name].kind}, as in the reference"
+        yield Finding(name, ranks, "missing", expected, **_explain_bias(name, ours, reference))
+    if view.reference.complete:  # checkpoints do not distinguish parameters from buffers
+        for name, facts in view.tensors("parameter", "buffer"):
+            if name in reference:
+                yield from view.findings_for(name, [(rank, _compare_kind(t, reference[name])) for rank, t in facts])
+
+
+def _compare_kind(tensor: TensorFacts, reference: TensorFacts) -> Mismatch | None:
+    if tensor.kind != reference.kind:
+        return Mismatch(
+            f"a {tensor.kind}",
+            f"a {reference.kind}, as in the reference",
+            "it was re-created as the other kind; the optimizer and FSDP see parameters only",
+            "re-create parameters as torch.nn.Parameter and buffers with register_buffer()",
+        )
+    if tensor.persistent != reference.persistent:
+        return Mismatch(
+            f"a {_persistence(tensor)} buffer",
+            f"{_persistence(reference)}, as in the reference",
+            "it was registered again with a different persistent=..., which decides whether checkpoints contain it",
+            f"call register_buffer(name, tensor, persistent={reference.persistent})",
+        )
+    return None
+
+
+def _persistence(tensor: TensorFacts) -> str:
+    return "persistent" if tensor.persistent else "non-persistent"
+
+
+def _common_prefix(extra: list[str], missing: list[str]) -> str:
+    """Return the prefix that turns the missing names into exactly the extra ones; empty if there is none."""
+    if not extra or len(extra) != len(missing) or not extra[0].endswith(missing[0]):
+        return ""
+    prefix = extra[0].removesuffix(missing[0])
+    return prefix if prefix.endswith(".") and {prefix + name for name in missing} == set(extra) else ""
+
+
+def _explain_bias(name: str, ours: Container[str], reference: Container[str]) -> Explanation:
+    """Explain an extra or missing bias; empty if the whole module is extra or missing."""
+    weight = name.removesuffix("bias") + "weight"
+    return _BIAS if name.endswith("bias") and weight in ours and weight in reference else {}
+
+
+_BIAS: Explanation = {
+    "cause": "a bias that the config disables is registered as a parameter anyway, or the reverse",
+    "remedy": "call register_parameter(name, None) for a disabled bias",
+}
+
+
+@check(
+    promise="every parameter and buffer has the same global shape as in the reference",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES],
+    why="DTensor.from_local does not validate placements: wrong ones silently change the global shape.",
+    cause="the placements do not fit the tensor (for example those of a 2-D weight used for a 3-D stack of experts), "
+    "the checkpoint is of another model, or the vocabulary was resized",
+    remedy="choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local",
+    references=["NVIDIA/TransformerEngine#2713"],
+    simulated="too",
+)
+def shapes_match_reference(view: View) -> Iterable[Finding]:
+    reference = view.reference_inventory.by_name
+    for name, facts in view.tensors("parameter", "buffer", only=reference):
+        shape = reference[name].shape
+        expected = f"{shape}, as in the reference"
+        yield from view.findings_for(
+            name, [(rank, None if t.shape == shape else _reshaped(t, expected)) for rank, t in facts]
+        )
+
+
+def _reshaped(tensor: TensorFacts, expected: str) -> Mismatch:
+    if tensor.managed is False:
+        return Mismatch(f"shape {tensor.shape}", expected, *_REPLACED)
+    return Mismatch(f"shape {tensor.shape}", expected)
+
+
+_REPLACED = (
+    "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard",
+    "write into the DTensor, or re-create parameters before fully_shard()",
+)
+
+
+@check(
+    promise="every parameter and buffer has the same dtype as in the reference",
+    family="structure",
+    needs=["inventory", "reference"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="Norms, routers and rotary frequencies that are rounded to bfloat16 silently cost accuracy.",
+    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) included tensors that must "
+    "keep their dtype",
+    remedy="cast parameters by name; if this is intended, cast the reference the same way: "
+    "Subject(reference=lambda: build().to(torch.bfloat16))",
+    references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],
+    simulated="too",
+)
+def dtypes_match_reference(view: View) -> Iterable[Finding]:
+    reference = view.reference_inventory.by_name
+    for name, facts in view.tensors("parameter", "buffer"):
+        if name in reference:
+            expected = reference[name].dtype
+            yield from view.findings_for(
+                name, [(rank, None if t.dtype == expected else Mismatch(t.dtype, expected)) for rank, t in facts]
+            )
+
+
+@check(
+    promise="frozen parameters stay frozen and trainable parameters stay trainable",
+    family="structure",
+    needs=["inventory"],
+    fields=["reference or frozen"],
+    uses=["reference"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="A frozen verifier that is trained drifts unnoticed; a trainable head that is frozen never learns.",
+    cause="requires_grad was set before the parameters were re-created (to_empty, sharding, assign=True), or never",
+    remedy="set requires_grad after the last step that creates new Parameter objects",
+    references=["vllm-project/speculators#593", "pytorch/torchtitan#4593"],
+    simulated="too",
+)
+def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
+    declared = _parameters(view) & set(view.evidence.subject.frozen)
+    reference = view.evidence.reference if declared else view.reference
+    known = reference.inventory.by_name if reference is not None and reference.complete else None
+    if known is None and not declared:
+        raise NotJudged("a checkpoint does not record what is trainable; declare Subject(reference=<callable>)")
+    for name, facts in view.tensors("parameter", only=declared if known is None else None):
+        if name in declared:
+            yield from view.findings_for(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
+        elif known is not None and name in known:
+            yield from view.findings_for(
+                name, [(rank, _trainability(t, known[name].requires_grad)) for rank, t in facts]
+            )
+
+
+def _parameters(view: View) -> set[str]:
+    return {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors if tensor.kind == "parameter"}
+
+
+def _thawed(tensor: TensorFacts) -> Mismatch | None:
+    return Mismatch("trainable", "frozen, as declared") if tensor.requires_grad else None
+
+
+def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
+    if tensor.requires_grad == expected:
+        return None
+    if expected:
+        return Mismatch(
+            "frozen",
+            "trainable",
+            "the loader freezes it, perhaps by a pattern that matches too much, or loading the reference unfreezes it",
+            "narrow the pattern; if intended, declare Subject(frozen=...) or freeze it in the reference as well",
+        )
+    return Mismatch("trainable", "frozen")
+
+
+@check(
+    promise="parameters keep the custom attributes that Subject(kept_attributes=...) names",
+    family="structure",
+    needs=["inventory", "reference"],
+    fields=["kept_attributes"],
+    after=[MANIFEST, NAMES, SHAPES],
+    why="Code that reads the attribute (what to shard, which gradients to reduce) silently does the opposite.",
+    cause="the parameter was re-created (to_empty, fully_shard, assign=True), which drops its attributes",
+    remedy="set the attributes again after the last step that creates new Parameter objects; read them only after that",
+    references=["NVIDIA/Megatron-LM fsdp_no_shard", "NVIDIA/TransformerEngine#1771"],
+    simulated="too",
+)
+def parameter_attributes_kept(view: View) -> Iterable[Finding]:
+    kept = view.evidence.subject.kept_attributes
+    if not kept:
+        raise NotDeclared("kept_attributes")
+    if not view.reference.complete:
+        raise NotJudged("a checkpoint does not record attributes; declare Subject(reference=<callable>)")
+    reference = view.reference_inventory.by_name
+    unknown = [key for key in kept if not any(key in tensor.attributes for tensor in reference.values())]
+    for name, facts in view.tensors("parameter", only=reference):
+        for key, expected in reference[name].attributes.items():
+            yield from view.findings_for(name, [(rank, _lost(tensor, key, expected)) for rank, tensor in facts])
+    if unknown:
+        raise NotJudged(
+            f"no parameter of the reference has the attribute {unknown[0]!r}, so it is unknown which should keep it; "
+            "set it on the reference's parameters as well"
+        )
+
+
+def _lost(tensor: TensorFacts, key: str, expected: str) -> Mismatch | None:
+    if tensor.attributes.get(key) == expected:
+        return None
+    actual = f"{key}={tensor.attributes[key]}" if key in tensor.attributes else f"without the attribute {key}"
+    return Mismatch(actual, f"{key}={expected}, as in the reference")

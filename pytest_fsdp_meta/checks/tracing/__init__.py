@@ -1,0 +1,1 @@
+"""Where a step starts to depart from the reference: modules traced call by call."""

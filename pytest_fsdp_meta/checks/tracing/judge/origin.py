@@ -1,0 +1,294 @@
+"""Find the place where a step starts to depart from the reference's, by the traces of all ranks.
+
+A place is named only if nothing contradicts it; a wrong name costs more than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import takewhile
+
+from pytest_fsdp_meta.checks.tracing.facts import (
+    AGAIN_INPUT,
+    AGAIN_OUTPUT,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    RECOMPUTED,
+    Departure,
+    ModuleFacts,
+    RankTrace,
+    TracedCall,
+)
+from pytest_fsdp_meta.checks.tracing.judge.calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
+from pytest_fsdp_meta.text import name_ranks
+
+JUMP = 10.0
+"""How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
+does, so a difference that starts earlier, below its noise, shows no jump."""
+NEAR_ONE = 0.01
+"""A factor that is nearer to 1 has more digits."""
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+PHASES = (FORWARD, BACKWARD, RECOMPUTATION)
+NAMES = {INPUT: "the input", OUTPUT: "the output", GRADIENT: "the gradient of the output"}
+
+
+@dataclass(frozen=True)
+class Passed:
+    """An argument that is no tensor, or not the same kind of tensor, and differs from the reference's."""
+
+    module: str
+    """Which gets it."""
+    name: str
+    own: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a difference starts: inside ``module``, whose inputs agree.
+
+    ``after`` and ``before`` are what still agrees and what departs, where that is not the module's own input and
+    output: (stage, module). ``how`` says in which way it departs on each of the ranks, and ``passed`` which argument
+    the module passes on that is not the reference's.
+    """
+
+    module: str
+    phase: str
+    ranks: tuple[int, ...]
+    distance: float
+    noise: float
+    after: tuple[str, str] | None = None
+    before: tuple[str, str] | None = None
+    how: tuple[Departure | None, ...] = ()
+    passed: Passed | None = None
+
+
+def describe_origin(
+    traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "", step: int = 0
+) -> str:
+    """Return where the difference of a step starts, in one line, if that is sure and in one of these phases.
+
+    Return ``otherwise`` if not; without it, why the step could not be traced; "" if it was, or was not to be.
+    """
+    if traces and traces[0].step != step:
+        return otherwise
+    place = find_place(traces) if traces else None
+    if traces and place is not None and place.phase in phases:
+        return describe_place(place, traces)
+    problem = next((trace.problem for trace in traces or () if trace.problem), "")
+    return otherwise or (problem and f"not looked for in the modules: {problem}")
+
+
+def find_place(traces: Sequence[RankTrace]) -> Place | None:
+    """Return where the difference starts; None if nothing departs, or what departs does not fit together."""
+    if any(trace.problem for trace in traces):
+        return None
+    handed = any(trace.handed for trace in traces)
+    splitting = {name for trace in traces for name, facts in trace.modules.items() if facts.splits_output}
+    forward, backward = follow_step(traces)
+    if not forward:
+        return None
+    if any(merged.state == DEPART or (merged.state == BETWEEN and not handed) for merged in forward):
+        return _first_in_forward(forward, splitting if handed else None)
+    return _first_in_backward(backward, forward, splitting if handed else None)
+
+
+def _first(
+    merged: Sequence[MergedCall], through: str, forward: Sequence[MergedCall], splitting: Collection[str] | None
+) -> tuple[MergedCall, Sequence[MergedCall]] | None:
+    """Return the first call that departs, and those before it; None if that is not where a difference starts.
+
+    ``through`` is the stage whose last call, and calls of modules around, must not agree again: a tensor that was
+    compared with the wrong part of the reference's departs by itself. Where modules were handed what agrees, they
+    agree again; then ``splitting`` are the layers whose weights say that the part is the right one, and ``forward``
+    may show it by other tensors.
+    """
+    position = next((index for index, one in enumerate(merged) if one.state == DEPART), None)
+    if position is None:
+        return None
+    first, before = merged[position], merged[:position]
+    module, later = first.call.module, [one for one in merged[position:] if one.call.stage == through]
+    known = [one.state for one in later if one.state != UNKNOWN]
+    around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
+    nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
+    jumps = first.call.distance >= JUMP * nearest * first.call.noise
+    if any(one.state == BETWEEN for one in before) or not jumps or not known:
+        return None
+    agrees_again = AGREE in (*around, *known[-1:])
+    if splitting is None and agrees_again:
+        return None
+    if splitting is not None and first.call.split and not _is_right_part(first.call, forward, splitting):
+        return None
+    return first, before
+
+
+def _is_right_part(call: TracedCall, forward: Sequence[MergedCall], splitting: Collection[str]) -> bool:
+    """Return whether a tensor is cut as it was guessed to be: as its layer's weight, or as another tensor that agrees.
+
+    An output is cut as the input of its module, and a gradient as the output that it belongs to.
+    """
+    if call.stage in (OUTPUT, AGAIN_OUTPUT, GRADIENT) and call.module in splitting:
+        return True
+    stage = INPUT if call.stage == OUTPUT else RECOMPUTED.get(call.stage, OUTPUT)
+    known = [
+        one for one in forward if (one.call.stage, one.call.module, one.call.turn) == (stage, call.module, call.turn)
+    ]
+    return call.stage != INPUT and any(one.call.split and one.state == AGREE for one in known)
+
+
+def _is_around(outer: str, module: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] | None) -> Place | None:
+    found = _first(merged, OUTPUT, merged, splitting)
+    if found is None:
+        return None
+    first, before = found
+    call = first.call
+    inputs = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == INPUT}
+    if call.stage == OUTPUT and inputs.get((call.module, call.turn), AGREE) == AGREE:
+        return _place(call.module, FORWARD, first)
+    agreeing = [one.call for one in before if one.state == AGREE and one.call.compared]
+    entered = next((one for one in merged if _is_input(one.call, call.module) and one.call.turn == call.turn), None)
+    passed = None
+    # What departs may be an argument that modules hand on to the modules inside them. It starts in the outermost one
+    # that passes it on without having got it.
+    while entered is not None and entered.call.caller is not None:
+        around = entered.call.caller
+        passed = Passed(entered.call.module, *entered.call.argument) if entered.call.argument else passed
+        entered = next((one for one in reversed(before) if _is_input(one.call, around)), None)
+        if entered is None or entered.state == AGREE:
+            return replace(_place(around, FORWARD, first, agreeing[-1]), passed=passed) if agreeing else None
+        if entered.call.argument is None:
+            return None
+    return None
+
+
+def _is_input(call: TracedCall, module: str) -> bool:
+    return (call.stage, call.module) == (INPUT, module)
+
+
+def _place(module: str, phase: str, first: MergedCall, last: TracedCall | None = None) -> Place:
+    """Return a place inside the module: between ``last``, which agrees, and the first call that departs."""
+    call = first.call
+    after, before = ((last.stage, last.module), (call.stage, call.module)) if last is not None else (None, None)
+    return Place(module, phase, first.ranks, call.distance, call.noise, after, before, first.how)
+
+
+def _first_in_backward(
+    merged: Sequence[MergedCall], forward: Sequence[MergedCall], splitting: Collection[str] | None
+) -> Place | None:
+    found = _first(merged, GRADIENT, forward, splitting)
+    if found is None:
+        return None
+    first, before = found
+    call = first.call
+    if call.stage in RECOMPUTED:
+        return _first_in_recomputation(first, before, forward)
+    agreeing = [one.call for one in before if one.state == AGREE and one.call.stage == GRADIENT]
+    if not agreeing:
+        return None
+    # The gradient of a tensor is the sum of what all who use it send back.
+    called, around = {one.call.module for one in forward}, reduce(_common, call.used_in, call.module)
+    around = _common(around, agreeing[-1].module)
+    while around and around not in called:  # a container, such as a list of blocks
+        around = around.rpartition(".")[0]
+    return _place(around, BACKWARD, first, agreeing[-1])
+
+
+def _first_in_recomputation(
+    first: MergedCall, before: Sequence[MergedCall], forward: Sequence[MergedCall]
+) -> Place | None:
+    """Return the module whose recomputed output departs, or whose input is not the one that the forward had."""
+    call = first.call
+    then = {(one.call.stage, one.call.module, one.call.turn): one.state for one in forward}
+    again = {(one.call.module, one.call.turn): one.state for one in before if one.call.stage == AGAIN_INPUT}
+    if then.get((RECOMPUTED[call.stage], call.module, call.turn)) != AGREE:
+        return None
+    if call.stage == AGAIN_INPUT and not any(one.call.stage in RECOMPUTED for one in before):
+        return _place(call.module, RECOMPUTATION, first, call)
+    if call.stage == AGAIN_OUTPUT and again.get((call.module, call.turn), AGREE) == AGREE:
+        return _place(call.module, RECOMPUTATION, first)
+    return None
+
+
+def _common(one: str, other: str) -> str:
+    """Return the smallest module around both; a module is around what it contains."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def describe_place(place: Place, traces: Sequence[RankTrace]) -> str:
+    """Return the place in one line: where, how far off, and in which way if that is simple."""
+    facts = _facts(place.module, traces)
+    where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
+    off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
+    additions = (_describe_passed(place), _describe_how(place), _describe_draws(place, traces), _describe_step(traces))
+    how = "".join(f"; {text}" for text in additions if text)
+    if place.before is not None and place.before[0] == AGAIN_INPUT:
+        return f"{where}the input {off}, that of the forward agrees{how}"
+    if place.after is None or place.before is None:
+        return f"{where}the inputs agree, the output {off}{how}"
+    return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}{how}"
+
+
+def _describe_passed(place: Place) -> str:
+    if place.passed is None:
+        return ""
+    passed = place.passed
+    return f"{passed.module} gets {passed.own} as argument {passed.name}, in the reference {passed.reference}"
+
+
+def _describe_how(place: Place) -> str:
+    """Return in which way the tensor departs, and on which ranks if not on all: as on the first that has one."""
+    texts = {rank: _describe_departure(how) for rank, how in zip(place.ranks, place.how, strict=True) if how}
+    text = next(iter(texts.values()), "")
+    ranks = tuple(rank for rank, own in texts.items() if own == text)
+    return text and (text if ranks == place.ranks else f"{text} (on {name_ranks(ranks)})")
+
+
+def _describe_departure(how: Departure) -> str:
+    if how.dtypes is not None:
+        return f"its values are those of {how.dtypes[0]}, in the reference {how.dtypes[1]}"
+    if how.factor is not None:
+        digits = f"{how.factor:.6g}" if abs(how.factor - 1) < NEAR_ONE else f"{how.factor:.3g}"
+        return f"it is {digits} times the reference's" if how.factor else "it is zero"
+    if how.rows is not None:
+        off, rows = how.rows
+        are = f"{'is' if off == 1 else 'are'} {'zero' if how.zero else 'off'}"
+        return f"{off} of its {rows} rows along the last dim {are}, and all others agree"
+    if how.columns is not None:
+        start, end, size = how.columns
+        which = f"element {start}" if end - start == 1 else f"elements {start} to {end - 1}"
+        are = "is" if end - start == 1 else "are"
+        return f"{which} of the {size} that a rank holds along the last dim {are} off, and all others agree"
+    if how.same_vector:
+        return "all its rows along the last dim are off by the same vector, as by a missing or doubled bias"
+    return ""
+
+
+def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
+    drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
+    return "the module draws random numbers in eval(), the reference's does not" if drawing else ""
+
+
+def _describe_step(traces: Sequence[RankTrace]) -> str:
+    return f"seen with the batch of step {traces[0].step} and the loaded weights" if traces[0].step else ""
+
+
+def _name(stage: str, module: str) -> str:
+    return f"{NAMES[stage]} of {module or 'the model'}"
+
+
+def _facts(module: str, traces: Sequence[RankTrace]) -> str:
+    found: ModuleFacts | None = next((t.modules[module] for t in traces if module in t.modules), None)
+    if found is None:
+        return ""
+    parts = [found.kind, *([f"{found.file}:{found.line}"] if found.file else [])]
+    if found.reference:
+        parts.append(f"{found.reference} in the reference")
+    return f" ({', '.join(parts)})"

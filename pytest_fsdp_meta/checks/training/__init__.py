@@ -1,0 +1,1 @@
+"""Losses, gradients, clipping, updates and what else N training steps do, compared with one device."""

@@ -1,0 +1,272 @@
+"""Evidence about values and training: shards compared with the reference, gradients, updates and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
+
+FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
+"""The reference's buffers after the first and after the last step, as records and noise are named."""
+UNKNOWN_DTYPE = "unknown"
+"""The dtype of a loss that a step of the author's returned as a number."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A rank's shard and the same slice of the reference, compared as vectors.
+
+    ``actual`` and ``truth`` are the Euclidean norms of the shard and of the reference's slice, ``apart`` is the norm of
+    their difference, and ``dot`` their dot product. ``grain`` is the norm of an error of one rounding per element.
+    """
+
+    actual: float
+    truth: float
+    apart: float
+    dot: float
+    elements: int
+    grain: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """The multiple of the reference that is nearest to the shard; zero if the reference is zero."""
+        return self.dot / self.truth**2 if self.truth else 0.0
+
+    @property
+    def residual(self) -> float:
+        """The norm of what that multiple does not explain, relative to the norm of the shard."""
+        square = self.actual**2 - (self.dot / self.truth) ** 2 if self.truth else self.actual**2
+        return max(square, 0.0) ** 0.5 / self.actual if self.actual else 0.0
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How much of one trainable parameter changed in training, by rows (dim 0) of a rank's shard.
+
+    ``due`` rows should have changed and ``still`` of them did not; where every row changed, all may count as due.
+    ``first`` is the global index of the first unchanged row; it is None if there is none or the tensor has no dims.
+    """
+
+    name: str
+    due: int
+    still: int
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A rank's own shard compared element by element with the same slice of the reference.
+
+    If the two cannot be compared (their shapes differ), only ``problem`` and ``should_be`` are set. ``cast`` says that
+    the reference was cast to the shard's dtype first. ``index`` is the *global* index of the first element that
+    differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and ``max_rel`` the largest differences.
+    """
+
+    name: str
+    equal: bool
+    elements: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    index: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    cast: bool = False
+    problem: str | None = None
+    should_be: str = ""
+    """What was expected instead of ``problem``."""
+    measure: Measure | None = None
+    """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
+    rounded: str = ""
+    """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
+    varied: bool = False
+    """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The gradients of the first batch, accumulated over micro-batches and compared with the reference's.
+
+    ``early`` names the parameters whose gradients were already reduced after the first micro-batch although
+    synchronisation was switched off.
+    """
+
+    gradients: tuple[Comparison, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
+    problem: str = ""
+    """Why the batch cannot be divided into micro-batches, or empty."""
+    refused: str = ""
+    """The error that a hook of the optimizer's step raised, or empty."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The gradients of the first step, clipped by the author's function to ``bound``, half of the reference's norm.
+
+    They are divided by the scale that clipping should apply, so that right ones equal the reference's own gradients.
+    """
+
+    bound: float
+    gradients: tuple[Comparison, ...] = ()
+    own: tuple[Comparison, ...] = ()
+    """Clipped to ``OwnClipping.bound`` and compared with what the same function left of the reference's gradients."""
+    changed: tuple[Comparison, ...] = ()
+    """The gradients that clipping to a bound of twice the norm changes, compared with the same before."""
+
+
+@dataclass(frozen=True)
+class OwnClipping:
+    """What the author's function does to the reference's gradients of the first step, if torch's does otherwise."""
+
+    norm: float
+    """The norm that it returns."""
+    bound: float | None = None
+    """Half of that norm; a quarter, an eighth and so on if half makes no gradient smaller. None if no bound does."""
+
+
+@dataclass(frozen=True)
+class SecondStep:
+    """What the first step left behind: the parameters after it, and the gradients of the second step."""
+
+    parameters: tuple[Comparison, ...] = ()
+    """The measures are of how far each parameter moved in the first step."""
+    gradients: tuple[Comparison, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+    """The parameters whose gradient still contains that of the first step."""
+
+
+@dataclass(frozen=True)
+class TensorNoise:
+    """How far a tensor of the reference moves if it rounds as the loader does, in the slice that a rank holds.
+
+    ``distance`` is the norm of the change, ``factor`` the relative change of its length along its own direction, which
+    is far smaller: the changes of many elements cancel there. It is infinite if it was not measured.
+    """
+
+    distance: float
+    factor: float = math.inf
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far the reference's own training moves if it rounds as the loader does, in the slices that a rank holds.
+
+    Each mapping is by tensor: of the first and the second gradient, of the update over all steps and over the first, of
+    the accumulated gradient, and of buffers after the first and the last step. ``losses`` and ``norm`` are those of the
+    whole batch.
+    """
+
+    losses: tuple[float, ...] = ()
+    norm: float = 0.0
+    own_norm: float = 0.0
+    """The noise of ``OwnClipping.norm``."""
+    gradients: Mapping[str, TensorNoise] = field(default_factory=dict)
+    second: Mapping[str, TensorNoise] = field(default_factory=dict)
+    updates: Mapping[str, TensorNoise] = field(default_factory=dict)
+    first_updates: Mapping[str, TensorNoise] = field(default_factory=dict)
+    accumulated: Mapping[str, TensorNoise] = field(default_factory=dict)
+    first_buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
+    buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
+    problem: str = ""
+    """Why it could not be measured, or empty."""
+    ended: bool = False
+    """Whether the problem is that the reference's world ended, which says nothing about the model."""
+
+
+@dataclass(frozen=True)
+class StaleWeight:
+    """A parameter whose old values a module computes with after an optimizer step."""
+
+    name: str
+    module: str
+    """The FQN of the module; empty for the model itself."""
+    step: int
+    """The first training step, counted from 0, whose forward used old values."""
+    how: str
+    """"padded apart": its FSDP2 group gathers from other memory than the registered parameter's; "gathered": what the
+    group gathered differs from this rank's shard; "copied": the loss depends on a copy made in an earlier step."""
+
+
+@dataclass(frozen=True)
+class ForwardWeights:
+    """The weights that the forwards of the training steps computed with."""
+
+    forwards: int
+    """How many forwards were observed."""
+    stale: tuple[StaleWeight, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedBuffers:
+    """The persistent buffers that training changed on a rank or in the reference, compared with the reference's.
+
+    ``first`` are those after the first step, ``last`` after the last one. The measures are of how far each moved.
+    """
+
+    first: tuple[Comparison, ...] = ()
+    last: tuple[Comparison, ...] = ()
+    forwards: int = 0
+    """How many forwards of the model the author's steps ran; 0 if each step is a plain one, or they call submodules."""
+    broadcast: tuple[str, ...] = ()
+    """The buffers that DDP overwrites with those of one rank before each forward."""
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
+
+    losses: tuple[float, ...]
+    data_parallel: tuple[int, int]
+    """The (index, size) of that slice."""
+    loss_dtype: str = ""
+    """The dtype in which the loss was returned."""
+    batches: tuple[str, ...] = ()
+    """A hash of the global batch of each step."""
+    backwards: tuple[int, ...] = ()
+    """How many backwards each step ran."""
+    gradients: tuple[Comparison, ...] = ()
+    parameters: tuple[Comparison, ...] = ()
+    unreduced: bool = False
+    """True if all parameters are plain tensors and DDP does not wrap the model, so nothing reduces gradients."""
+    labels: tuple[tuple[int, int], ...] = ()
+    """For each step, the labels in this rank's rows that are not ignored: (all, all but the first of each row)."""
+    without_gradient: tuple[str, ...] = ()
+    """The trainable parameters that have no gradient after the first backward."""
+    norm: float | None = None
+    """The norm of all gradients of the first step, as clipping computes it."""
+    norm_problem: str = ""
+    """Why that norm could not be computed, or empty."""
+    after: RankInventory | None = None
+    """The inventory after the last step."""
+    optimizer: OptimizerFacts | None = None
+    movements: tuple[Movement, ...] = ()
+    accumulation: Accumulation | None = None
+    unclipped: tuple[Comparison, ...] = ()
+    """The gradients of one more step of the author's on the first batch, if they are too small to be clipped.
+
+    Empty if they do not follow the scale of the backward, or the author declares no bound.
+    """
+    clipped: Clipping | None = None
+    """None if the author declares no function that clips, or no reference to compare with."""
+    second: SecondStep | None = None
+    """None if there was only one step, or no reference to compare with."""
+    late: tuple[Comparison, ...] = ()
+    """The parameters before the last step, and how far they had moved."""
+    noise: Noise | None = None
+    """None if nothing differs from the reference by more than the smallest tolerance: then it is not needed."""
+    swallowed: tuple[str, ...] = ()
+    """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
+    forward: ForwardWeights = ForwardWeights(0)
+    rates: tuple[tuple[float, ...], ...] = ()
+    """The learning rate of each parameter group, for each step."""
+    beside: tuple[Comparison, ...] = ()
+    """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
+    draws_in_evaluation: tuple[str, ...] = ()
+    """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
+    buffers: TrainedBuffers = TrainedBuffers()
+    memory: StepMemory = field(default=StepMemory(0))

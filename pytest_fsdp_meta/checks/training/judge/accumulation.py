@@ -1,0 +1,138 @@
+"""Gradient accumulation: gradients summed over micro-batches equal those of the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
+from pytest_fsdp_meta.evidence import Comparison, RankTraining
+from pytest_fsdp_meta.judging.causes import by_label
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    BEFORE_UPDATES,
+    comparable_training,
+    describe_loaded_state,
+    require_gradients,
+    require_no_other_cause,
+    require_noise,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.limits import Limits, gradient_limits, relative_errors
+from pytest_fsdp_meta.judging.multiples import multiple
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
+
+
+@check(
+    promise="gradients accumulated over micro-batches equal those of the whole batch, and are reduced only with the "
+    "last micro-batch",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
+    why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
+    "step is lost.",
+    cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
+    remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
+    references=["nvidia-cosmos/cosmos-framework#161"],
+    tolerance=GRADIENT_TOLERANCE,
+)
+def grad_accumulation_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    if "train_step" in view.evidence.subject.declared:
+        raise NotJudged("Subject(train_step=...) accumulates by itself, and grad_parity compares the result")
+    recorded = [run.accumulation for run in runs if run.accumulation is not None]
+    if not recorded or len(recorded) < len(runs):
+        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if refused := next((one.refused for one in recorded if one.refused), ""):
+        raise NotJudged(f"a hook of the optimizer's step raises when it is called once more: {refused}")
+    if problem := next((one.problem for one in recorded if one.problem), ""):
+        raise NotJudged(f"batch(0): {problem}; give it more rows")
+    early = {
+        name: tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
+        for name in view.names("parameter")
+    }
+    for name, ranks in early.items():
+        if ranks:
+            yield Finding(
+                name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
+            )
+    found = list(_wrong_accumulation(view, runs))
+    changing = next(_changed_by_forward(view), None)
+    if found and changing is not None:
+        raise NotJudged(
+            f"every forward changes {changing}, and accumulation takes more forwards than the reference for the same "
+            "rows"
+        )
+    if found:
+        require_same_forward(view, runs)
+        message = f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})"
+        require_no_other_cause(view, message)
+        if loaded := describe_loaded_state(view):  # the gradients are those of weights that have trained
+            yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
+            raise PartlyJudged(f"{message}: {loaded}")
+        yield from found
+    elif not any(early.values()):
+        require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for one in recorded for c in one.gradients))
+
+
+def _changed_by_forward(view: View) -> Iterator[str]:
+    """Yield the buffers, and other untrained tensors, that change in the reference."""
+    after = view.reference.after
+    for tensor in view.reference_inventory.tensors:
+        if after is not None and not tensor.requires_grad and after.by_name[tensor.name].digest != tensor.digest:
+            yield tensor.name
+
+
+def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    limits = gradient_limits(view, "accumulated")
+    excused = excused_gradients(view, runs)
+    names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
+    recorded = [run.accumulation for run in runs if run.accumulation is not None]
+    pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
+    diverging = [
+        name for name, found in pairs.items() if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found)
+    ]
+    if diverging:
+        raise NotJudged(
+            f"after the steps the reference's own gradient of {diverging[0]} is not finite: its training diverges; "
+            "give Subject(optimizer=...) a smaller learning rate"
+        )
+    for name in names:
+        lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
+        lost = [rank for rank in lost if name not in runs[rank].without_gradient]
+        if lost:
+            yield Finding(name, tuple(lost), _NO_GRADIENT, _MEAN, **_STAYS_OFF)
+        yield from _wrong_sums(name, pairs.get(name, []), limits)
+
+
+def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
+    wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
+    allowed = limits.relative_to(wrong)
+    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
+        ranks = tuple(rank for rank, _ in cases)
+        actual = f"gradient {factor} times as large" if factor else "different gradient"
+        expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)
+        yield Finding(name, ranks, f"{actual} after the last micro-batch", expected, detail, **_OVERWRITTEN)
+
+
+_NO_GRADIENT = "no gradient after the last micro-batch"
+_MEAN = "the mean over the micro-batches"
+_NOT_OFF: Explanation = {
+    "cause": "the switch (FSDP2's set_requires_gradient_sync) has no effect: each micro-batch costs a reduction",
+    "remedy": "apply the switch to every FSDP module",
+}
+_OVERWRITTEN: Explanation = {
+    "cause": "a later micro-batch drops or changes the gradients of earlier ones: a zero_grad() in the forward or in a "
+    "hook, or a hook that scales or reduces the whole accumulated gradient in each backward; or a module computes with "
+    "a cached copy of a weight from before the last step",
+    "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, no "
+    "hook that changes p.grad in each backward, and no copies of weights that outlive a step",
+}
+_STAYS_OFF: Explanation = {
+    "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",
+    "remedy": "call set_requires_gradient_sync(True) before the backward of the last micro-batch, on every FSDP module",
+}

@@ -1,0 +1,140 @@
+"""What the author keeps beside the model, such as averaged weights, is what the reference keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
+from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, require_no_other_cause
+from pytest_fsdp_meta.judging.limits import Limits, update_limits
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.text import first_of
+
+
+@check(
+    promise="weights that are averaged or copied beside the model are those of the training on one device",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
+    why="Averaged weights are what is evaluated and released, and nothing that is logged depends on them.",
+    cause="they are updated once per micro-batch, before the optimizer steps, with another decay or on some ranks only",
+    remedy="update them once after each step of the optimizer, from this rank's shards",
+    references=["pytorch/pytorch#117742"],
+    fields=["beside"],
+    tolerance=UPDATE_TOLERANCE,
+)
+def beside_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    cases: dict[str, list[tuple[int, Comparison]]] = {}
+    for rank, run in enumerate(runs):
+        for comparison in run.beside:
+            cases.setdefault(comparison.name, []).append((rank, comparison))
+    if "beside" not in view.evidence.subject.declared:
+        raise NotDeclared("beside")
+    if not cases:
+        raise NotJudged(
+            "the reference keeps none of it: give Subject(beside=...) a function of the model, such as a class that "
+            "averages its parameters"
+        )
+    untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
+    if len(untrained) == len(cases):
+        raise NotJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
+    limits = update_limits(view)
+    limits = replace(limits, noise=None if limits.noise is None else _noise_by_entry(view, limits, cases))
+    limits = replace(limits, roundings=2 * len(view.reference.losses or ()))
+    judged = {name: pairs for name, pairs in cases.items() if name not in untrained}
+    found = [finding for name, pairs in judged.items() for finding in _judge_entry(view, limits, name, pairs)]
+    if found:
+        require_no_other_cause(view, f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})")
+        yield from found
+    moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
+    if not moved:
+        raise NotJudged("nothing that is kept beside the model moves in these steps, neither here nor in the reference")
+    if untrained:
+        raise PartlyJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
+    unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]
+    if unlike:
+        raise PartlyJudged(
+            f"{first_of(unlike)} holds plain tensors of another shape than the reference's; keep DTensors, so that "
+            "the part that a rank holds is known"
+        )
+
+
+def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[int, Comparison]]) -> Iterator[Finding]:
+    still = tuple(rank for rank, c in pairs if c.measure is not None and c.measure.truth and not c.measure.actual)
+    if still and any(limits.exceeded(rank, c) for rank, c in pairs):
+        yield Finding(name, still, "does not move", "updated after each step", **_NEVER_UPDATED)
+        return
+    without = tuple(rank for rank in range(len(view.evidence.training or ())) if rank not in dict(pairs))
+    if without:
+        yield Finding(name, without, "is not kept", "kept on every rank", **_ON_SOME_RANKS)
+    off = [(rank, c) for rank, c in pairs if limits.exceeded(rank, c)]
+    if off:
+        ranks = tuple(rank for rank, _ in off)
+        yield Finding(name, ranks, _describe_factor(off), limits.describe(off))
+    counted = (
+        (rank, Mismatch(f"{_number(c.actual)} after the training", f"{_number(c.expected)}"))
+        for rank, c in pairs
+        if c.measure is None and c.problem is None and not c.equal
+    )
+    yield from view.findings_for(name, counted)
+
+
+_HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
+
+
+def _moves_here_alone(pairs: Sequence[tuple[int, Comparison]]) -> bool:
+    measures = [c.measure for _, c in pairs if c.measure is not None]
+    return bool(measures) and not any(m.truth for m in measures) and any(m.actual for m in measures)
+
+
+def _describe_factor(cases: Sequence[tuple[int, Comparison]]) -> str:
+    """Describe how far it moved if that is a multiple of the reference's, alike on all ranks."""
+    factors = {f"{c.measure.factor:.3g}" for _, c in cases if c.measure is not None and c.measure.residual < 0.05}
+    if len(factors) == 1:
+        return f"moves {factors.pop()} times as far as the reference's"
+    return "moves otherwise than the reference's"
+
+
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:g}"
+
+
+def _noise_by_entry(
+    view: View, limits: Limits, cases: Mapping[str, Sequence[tuple[int, Comparison]]]
+) -> tuple[Mapping[str, TensorNoise], ...]:
+    """Return the noise of each entry: as large a part of its way as that of the parameter it is named after."""
+    updates = {
+        (rank, c.name): c.measure for rank, run in enumerate(view.evidence.training or ()) for c in run.parameters
+    }
+    found: list[Mapping[str, TensorNoise]] = []
+    for rank, noise in enumerate(limits.noise or ()):
+        own: dict[str, TensorNoise] = {}
+        for name, pairs in cases.items():
+            parameter = max((known for known in noise if name.endswith(f".{known}")), key=len, default="")
+            measure = next((c.measure for number, c in pairs if number == rank), None)
+            update = updates.get((rank, parameter))
+            if measure is not None and update is not None and update.truth:
+                own[name] = _scaled(noise[parameter], measure, update)
+        found.append(own)
+    return tuple(found)
+
+
+def _scaled(noise: TensorNoise, measure: Measure, update: Measure) -> TensorNoise:
+    return TensorNoise(noise.distance * measure.truth / update.truth, noise.factor)
+
+
+_ON_SOME_RANKS: Explanation = {
+    "cause": "some ranks build no object, or its state_dict() is empty there",
+    "remedy": "build and save it on every rank, each with its own shards",
+}
+_NEVER_UPDATED: Explanation = {
+    "cause": "nothing updates it: train_step has a parameter beside and leaves it alone, or it averages a copy of the "
+    "model, and not the model that trains",
+    "remedy": "update it after each step of the optimizer, from the parameters that the optimizer holds",
+}

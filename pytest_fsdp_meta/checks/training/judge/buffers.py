@@ -1,0 +1,123 @@
+"""Check that the buffers which training changes follow the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.training.judge.moved_buffers import changed_buffers, moved_otherwise
+from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
+from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    EXPLAINING_CHECKS,
+    comparable_training,
+    explain_hooks_left_out,
+    require_no_other_cause,
+    require_noise,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.limits import relative_errors, update_limits
+from pytest_fsdp_meta.judging.multiples import multiple, number_of
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.text import counted
+
+SAME_FACTOR = 0.02
+"""Relative: changes of a buffer by factors that differ by less have the same cause."""
+
+
+@check(
+    promise="buffers that training changes (statistics, counters, router biases) change as in the reference",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[
+        *EXPLAINING_CHECKS,
+        *("forward_sees_current_weights", "grad_parity", "optimizer_owns_parameters"),
+        *("frozen_weights_stay_frozen", "tied_weights_stay_tied", "every_trainable_moves", "replicas_stay_equal"),
+    ],
+    why="Wrong statistics change what the model computes once it is evaluated, and a router's bias which experts it "
+    "picks; no gradient shows either.",
+    cause="they are computed from other rows than the reference's, at another time of the step, or once more in a "
+    "forward that activation checkpointing repeats",
+    remedy="compute them from the whole batch: reduce over the data-parallel ranks and divide as the reference does",
+    references=["pytorch/torchtitan#1593", "leggedrobotics/rsl_rl#226", "NVIDIA/Megatron-LM#7081"],
+    tolerance=UPDATE_TOLERANCE,
+)
+def buffers_follow_training(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    changed = changed_buffers(view)
+    if not changed:
+        raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
+    names = view.names("buffer", only=changed)
+    wrong, when = moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
+    if not wrong:
+        wrong, when = (
+            moved_otherwise(view, names, LAST_BUFFERS),
+            f"after {counted(len(view.reference.losses or ()), 'step')}",
+        )
+        _leave_to_updates(view, runs, wrong)
+    if wrong:
+        first = next(iter(wrong))
+        if "train_step" in view.evidence.subject.declared:
+            _require_one_forward(runs, first)
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"buffers differ ({first}: {when})")
+        yield from _findings(view, runs, wrong, when)
+    else:
+        # Integers are equal here, and have no rounding that the noise would have to explain.
+        compared = (c for run in runs for c in run.buffers.last if c.name in names)
+        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for c in compared if c.measure and c.measure.grain))
+
+
+def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:
+    """Raise Blocked if the parameters differ after the last step, and with them what later forwards computed."""
+    limits = update_limits(view)
+    off = [c.name for rank, run in enumerate(runs) for c in run.parameters if limits.exceeded(rank, c)]
+    if wrong and off:
+        raise Blocked(
+            f"{next(iter(wrong))} is right after the first step; later steps depend on parameters that differ, such "
+            f"as {off[0]} (see update_parity)"
+        )
+
+
+def _require_one_forward(runs: Sequence[RankTraining], name: str) -> None:
+    """Raise NotJudged if the author's steps run another number of forwards than the reference's."""
+    for rank, run in enumerate(runs):
+        forwards, steps = run.buffers.forwards, len(run.losses)
+        if forwards != steps:
+            raise NotJudged(
+                f"{name} differs from the reference's, but train_step runs {counted(forwards, 'forward')} of the model "
+                f"in {counted(steps, 'step')} on rank {rank}, and the reference {steps}; statistics depend on that"
+            )
+
+
+def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases], when: str) -> Iterator[Finding]:
+    for name, cases in wrong.items():
+        for factor, alike in by_label(cases, lambda measure: multiple(measure, SAME_FACTOR)).items():
+            ranks = tuple(rank for rank, _ in alike)
+            change = {"": "another change than the reference's", "0": "no change"}.get(
+                factor, f"{factor} times the reference's change"
+            )
+            explanation = _explain_factor(view, runs, name, factor) or explain_hooks_left_out(view)
+            yield Finding(name, ranks, f"{change} {when}", "the same change", "", **explanation)
+
+
+def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    _, meaning = number_of(view, runs, factor, name)
+    if meaning and factor.startswith("1/"):
+        return {
+            "cause": f"each rank counts its own rows only: {meaning} is what is missing",
+            "remedy": "reduce over the data-parallel ranks; or register it with persistent=False if it is each rank's "
+            "own, because a checkpoint keeps one rank's only",
+        }
+    causes, remedies = [], []
+    if meaning:
+        causes.append(f"it is summed over the ranks where the reference has a mean: {meaning} is the factor")
+        remedies.append(f"divide by {meaning} after the reduction")
+    if factor == "2":
+        causes.append("it is updated twice in a step: activation checkpointing runs the forward again in backward")
+        remedies.append("update it outside of the checkpointed forward, for example in a hook of the optimizer's step")
+    return {"cause": "; or ".join(causes), "remedy": "; or ".join(remedies)} if causes else {}

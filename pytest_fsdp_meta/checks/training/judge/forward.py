@@ -1,0 +1,78 @@
+"""The forward: modules compute with the weights that the optimizer's last step left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_fsdp_meta.evidence import StaleWeight
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
+
+
+@check(
+    promise="after each optimizer step, the weights that FSDP2 gathers for modules, and copies of weights through "
+    "which gradients flow, have the updated values",
+    family="training",
+    needs=["inventory", "training"],
+    after=[*BLOCKING_CHECKS, "tied_weights_share_storage"],
+    why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised. "
+    "A detached copy that a module keeps is not seen here; it shows in the gradients and losses of later steps.",
+    cause="what the module computes with is not gathered from this rank's shard after each step: the group stays "
+    "unsharded over the step (set_reshard_after_backward(False)), or something replaced or kept the gathered weight",
+    remedy="let FSDP reshard after the last backward of each step: set_reshard_after_backward(True), or "
+    "model.reshard() after optimizer.step()",
+    references=["pytorch/pytorch#188346"],
+)
+def forward_sees_current_weights(view: View) -> Iterable[Finding]:
+    observed = [run.forward for run in view.evidence.training or ()]
+    if all(forward.forwards < 2 for forward in observed):
+        raise NotJudged("no forward follows an optimizer step; train for two steps or more")
+    if not any(t.requires_grad for rank in view.evidence.inventory for t in rank.tensors):
+        raise NotJudged("nothing is trainable")
+    found = [(rank, stale) for rank, forward in enumerate(observed) for stale in forward.stale]
+    for stale, ranks in ranks_by(found).items():
+        if not view.judgeable(stale.name):
+            continue
+        tied = _tied_with(view, stale.name)
+        yield Finding(
+            stale.name,
+            ranks,
+            f"outdated in the forward from step {stale.step} on",
+            "the values after each optimizer step",
+            f"module {stale.module}" if stale.module else "the model's own forward",
+            condemns=tied,
+            **_explain(stale, tied),
+        )
+
+
+def _tied_with(view: View, name: str) -> tuple[str, ...]:
+    """Return the names that are tied to a parameter on any rank, and its own."""
+    return tuple(sorted({name}.union(*(rank.tied_with.get(name, ()) for rank in view.evidence.inventory))))
+
+
+def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:
+    if stale.how == "copied":
+        return {
+            "cause": "the loss depends on a copy of the weight that was computed in an earlier step, such as a cached "
+            "cast or a merged weight; torch.autocast caches casts until it is left",
+            "remedy": "compute the copy in every forward, or delete it after each step; enter torch.autocast in each "
+            "step, not once around all of them",
+        }
+    if stale.how == "padded apart" and len(tied) > 1:
+        return {
+            "cause": "several FSDP groups manage this tied parameter, because it was tied after fully_shard(), and the "
+            "ranks' shards are uneven: in the first forward each group pads its shard into memory of its own, and all "
+            "but the last one gather from memory that the optimizer does not update",
+            "remedy": "tie the modules before fully_shard() and shard them as one group: fully_shard([embedding, "
+            "head]), or both in the root's group; if a framework does both, make dim 0 (the vocabulary) a multiple of "
+            "the ranks that shard it, or untie the weights",
+        }
+    if stale.how == "padded apart":
+        return {
+            "cause": "the FSDP group gathers from other memory than the registered parameter's, which the optimizer "
+            "updates: the parameter was replaced, or is managed by several groups",
+            "remedy": "replace parameters before the first forward only, and let one FSDP group manage each of them",
+        }
+    return {}

@@ -1,0 +1,424 @@
+"""Gradients: the gradients of N ranks equal those of one device on the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin
+from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first_departure, sort_by_backward
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
+from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    EXPLAINING_CHECKS,
+    comparable_training,
+    describe_other_precision,
+    explain_uneven_backwards,
+    require_gradients,
+    require_no_other_cause,
+    require_noise,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.limits import (
+    Limits,
+    describe_length,
+    gradient_limits,
+    gradients_beyond_rounding,
+    relative_errors,
+    update_limits,
+)
+from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
+
+SCALED = 0.05
+"""Fraction: gradients before clipping that are off by less have no wrong scale."""
+FAR = 3
+"""A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
+one may be noise."""
+NOISE = 1e-7
+"""Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
+
+
+@check(
+    promise="each gradient equals the reference's in direction and size",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*EXPLAINING_CHECKS, "forward_sees_current_weights"],
+    why="Gradients that are scaled or not reduced train a worse model that looks fine; Adam hides a wrong scale.",
+    cause="the gradient is not the mean over the whole batch: some ranks are left out of its reduction or count twice",
+    remedy="compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
+    references=[
+        "NVIDIA/Megatron-LM#5956",
+        "pytorch/torchtitan#4332",
+        "verl-project/verl#7835",
+        "NVIDIA-NeMo/Automodel#2146",
+    ],
+    tolerance=GRADIENT_TOLERANCE,
+)
+def grad_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    unreduced = list(_unreduced_gradients(view, runs))
+    yield from (replace(finding, step=0) for finding in unreduced)
+    reported = {finding.tensor for finding in unreduced}
+    found = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
+    if found:
+        require_same_forward(view, runs)
+        first = found[0]
+        require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
+        departing = {finding.tensor for finding in found if finding.tensor}
+        agreeing = describe_first_departure(view, runs, departing)
+        origin = describe_origin(view.evidence.traces, otherwise=agreeing)
+        explained = _TIED_OVER_STAGES if departing and departing <= view.tied_over_stages else {}
+        yield from (replace(finding, origin=origin, step=0, **explained) for finding in found)
+    elif not unreduced:
+        require_gradients(view)
+        yield from _scaled_before_clipping(view, runs)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
+        bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
+        by_author = "clip_grad_norm" in view.evidence.subject.declared  # perhaps by another norm
+        if bound is not None and norm is not None and norm < 0.99 * bound and not by_author:
+            raise PartlyJudged(
+                f"the norm of the first gradients is {norm:.3g}, below max_grad_norm={bound:g}, so nothing is clipped; "
+                "clip to a lower bound in this test"
+            )
+
+
+_TIED_OVER_STAGES: Explanation = {
+    "cause": "the stages of the pipeline do not add up the gradients of a weight that they share, such as that of the "
+    "embedding and of the head",
+    "remedy": "add up the gradients of all its copies before the optimizer steps",
+}
+
+
+def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report gradients that train_step clips, and that were the same multiple of the reference's before.
+
+    Clipping hides it while the norm exceeds the bound. Weights that have moved otherwise have other gradients.
+    """
+    if not all(run.unclipped for run in runs):
+        return  # undeclared, or gradients that do not follow the scale of the backward on some rank
+    measures = [c.measure for run in runs for c in run.unclipped if c.measure is not None and view.judgeable(c.name)]
+    updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
+    square, moved = (math.fsum(measure.truth**2 for measure in some) for some in (measures, updates))
+    apart = math.fsum(measure.apart**2 for measure in updates)
+    if not apart <= SCALED**2 * moved or not square > 0 or not all(math.isfinite(m.apart) for m in measures):
+        return
+    factor = math.fsum(measure.dot for measure in measures) / square
+    others = math.fsum(measure.actual**2 for measure in measures) - factor**2 * square
+    residual = math.sqrt(max(others, 0.0) / square)
+    if abs(factor - 1) > max(SCALED, FAR * residual):
+        text = whole(factor, SCALED) or f"{factor:.3g}"
+        actual = f"gradients before clipping are {text} times the reference's"
+        detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+        yield Finding(None, tuple(range(len(runs))), actual, "equal", detail, **_BEFORE_CLIPPING)
+
+
+def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report gradients that are missing or differ from the reference's."""
+    limits = gradient_limits(view)
+    names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
+    due = gradients_beyond_rounding(view)
+    pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    partial = partial_gradients(view)
+    none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
+    for name in names:
+        missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
+        if missing and name in due:
+            explanation = _REDUCTION_OFF if none else _MISSING
+            yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
+        wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
+        if wrong and name not in partial and not _optimizer_reduces(view, name, pairs[name], updates.get(name, [])):
+            yield from _describe_wrong(view, runs, name, wrong, limits)
+
+
+def partial_gradients(view: View) -> set[str]:
+    """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
+    found: set[str] = set()
+    for rank in view.evidence.inventory:
+        sharing: dict[str, list[TensorFacts]] = {}
+        for tensor in rank.tensors:
+            if tensor.storage:
+                sharing.setdefault(tensor.storage, []).append(tensor)
+        for tensors in sharing.values():
+            if len({tensor.identity for tensor in tensors}) > 1:
+                found.update(tensor.name for tensor in tensors)
+    return found
+
+
+def excused_gradients(view: View, runs: Sequence[RankTraining]) -> set[str]:
+    """Return the parameters whose gradients before the optimizer's step need not equal the reference's."""
+    return partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+
+
+def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
+    """Return the parameters whose gradients differ only until the optimizer, or a hook of its step, reduces them."""
+    limits, names = gradient_limits(view), view.names("parameter", only=view.reference.gradients)
+    pairs = view.comparisons(tuple(run.gradients for run in runs), names)
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    off = [name for name, cases in pairs.items() if any(limits.exceeded(rank, c) for rank, c in cases)]
+    return [name for name in off if _optimizer_reduces(view, name, pairs[name], updates.get(name, []))]
+
+
+def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) -> bool:
+    """Return whether the optimizer reduced a replicated parameter's gradients, so that its update is correct.
+
+    Adam's step depends on the sign only, so gradients that are a multiple of the reference's on every rank do not
+    count as reduced, even where the update is correct.
+    """
+    placements = {p for _, t in view.holders(name) for p in t.placements or ()}
+    if placements - {"R"}:
+        return False
+    moved = [comparison.measure for _, comparison in updates if comparison.measure]
+    measured = [comparison.measure for _, comparison in gradients if comparison.measure]
+    limits = update_limits(view)
+    unreduced = len(view.evidence.inventory) > 1 and any(m.residual > ROUNDING for m in measured)
+    if not unreduced or not moved or any(limits.exceeded(rank, c) for rank, c in updates):
+        return False
+    # An update that noise could change by half of its length proves nothing.
+    known = [(rank, c.measure) for rank, c in updates if c.measure is not None and c.measure.elements]
+    return all(limits.allowed(rank, name, m) < m.truth / 2 for rank, m in known)
+
+
+def _describe_wrong(
+    view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, limits: Limits
+) -> Iterator[Finding]:
+    """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
+    allowed = limits.relative_to(wrong)
+    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
+        ranks = tuple(rank for rank, _ in cases)
+        explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
+        actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"
+        detail = "" if factor else describe_error(limits, cases)
+        yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
+
+
+_NOT_CLIPPED: Explanation = {
+    "cause": "train_step does not clip to max_grad_norm, clips by the norm of this rank's shards alone, or multiplies "
+    "the loss or its gradients by a constant that the reference does not have",
+    "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
+    "is declared; then check loss scaling and accumulation",
+}
+
+
+def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    if factor == "0":
+        return _ZERO
+    number, meaning = number_of(view, runs, factor, name)
+    declared = view.evidence.subject.declared
+    if not meaning and (uneven := explain_uneven_backwards(view)):
+        return uneven
+    if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
+        return _SCALED_BY_STEP
+    if not meaning and "max_grad_norm" in declared:
+        return _NOT_CLIPPED
+    if not meaning:
+        return {
+            "cause": "the loss or its gradients are multiplied by a constant that the reference does not have",
+            "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
+        }
+    if factor.startswith("1/") and view.evidence.subject.loss_over_ranks == "sum":
+        return {
+            "cause": f"divided once too often ({number} is {meaning}): the ranks' losses add up "
+            '(loss_over_ranks="sum"), and their gradients are averaged',
+            "remedy": "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, "
+            "also set_force_sum_reduction_for_comms(True)",
+        }
+    if factor.startswith("1/"):
+        return {
+            "cause": f"divided once too often ({number} is {meaning}): the loss is scaled and the reduction averages "
+            "as well, or partial sums are averaged",
+            "remedy": "divide either the loss or the gradients, not both; sum gradients that are partial sums",
+        }
+    if _is_expert(view, name):
+        return {"cause": f"summed instead of averaged ({number} is {meaning})", "remedy": _DIVIDE_EXPERTS}
+    return {
+        "cause": f"summed instead of averaged ({number} is {meaning})",
+        "remedy": "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and "
+        "count the gradients of ranks that see the same rows only once",
+    }
+
+
+def _is_expert(view: View, name: str) -> bool:
+    """Return whether the parameter is an expert's, by its name or by the dimensions of its mesh."""
+    meshes = (rank.by_name[name].mesh for rank in view.evidence.inventory if name in rank.by_name)
+    return "expert" in name or any(splits_experts(dim) for mesh in meshes if mesh is not None for dim in mesh.dims)
+
+
+_DIVIDE_EXPERTS = (
+    "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "
+    "of their own FSDP mesh, which is FSDP2's default: set_gradient_divide_factor() on the experts' FSDP modules"
+)
+
+
+def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
+    if uneven := explain_uneven_backwards(view):
+        return uneven
+    by_step = "train_step" in view.evidence.subject.declared
+    explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
+    if _tied_only_here(view, name):
+        explanation = _TIED
+    elif max(_relative_error(comparison) for _, comparison in cases) < SLIGHT:
+        explanation = _SLIGHTLY_OFF
+    return {"cause": explanation["cause"] + describe_other_precision(view), "remedy": explanation["remedy"]}
+
+
+def _tied_only_here(view: View, name: str) -> bool:
+    """Return whether the model ties the parameter to one that the reference does not tie it to."""
+    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
+    return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
+
+
+def describe_error(limits: Limits, cases: Cases) -> str:
+    """Describe the error of the rank whose gradient is farthest off, or its length if only lengths are."""
+    if limits.only_scaled(cases):
+        return describe_length(cases)
+    rank, worst = max(cases, key=lambda case: _relative_error(case[1]))
+    place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
+    off = f"relative error {_relative_error(worst):.2g}; " if math.isfinite(_relative_error(worst)) else ""
+    if worst.actual is None or worst.expected is None:  # gradients that are NaN on both sides have no other element
+        return off.rstrip("; ") or f"not finite on rank {rank}"
+    return f"{off}{worst.actual:.6g}{place} on rank {rank}, but should be {worst.expected:.6g}"
+
+
+def _relative_error(comparison: Comparison) -> float:
+    measure = comparison.measure
+    if measure is None or not math.isfinite(measure.apart) or not measure.truth:
+        return math.inf
+    return measure.apart / measure.truth
+
+
+_MISSING: Explanation = {
+    "cause": "the loss does not depend on it: its output is detached, it is used under no_grad, or the module computes "
+    "with another tensor than the parameter it registers",
+    "remedy": "use the registered parameter in the forward, without detach() or no_grad() around it",
+}
+_REDUCTION_OFF: Explanation = {
+    "cause": "no parameter has a gradient: the reduction is turned off and never on again "
+    "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter",
+    "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
+}
+_ZERO: Explanation = {
+    "cause": "the loss does not depend on it on these ranks, or its gradient is zeroed before the optimizer step",
+    "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer step",
+}
+_DIFFERENT: Explanation = {
+    "cause": "the forward is correct and the backward is not: a gradient is reduced over too few ranks, a hook or a "
+    "custom backward changes it, or activation checkpointing recomputes with other random numbers",
+    "remedy": "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
+}
+_BY_STEP: Explanation = {
+    "cause": "train_step reduces, scales or clips it otherwise than one backward of the mean loss over the whole batch "
+    "and one clipping, or the backward itself is wrong on ranks",
+    "remedy": "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
+    "reduction, by the norm of all ranks' gradients",
+}
+_SCALED_BY_STEP: Explanation = {
+    "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
+    "them, and the reference does not",
+    "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
+    "of micro-batches that the loss is divided by",
+}
+_BEFORE_CLIPPING: Explanation = {
+    "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
+    "the loss or a framework may have done already",
+    "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
+    "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
+}
+_SLIGHTLY_OFF: Explanation = {
+    "cause": "the error is small: the forward differs slightly (another activation, epsilon, scale or precision), or "
+    "gradients are rounded during the reduction",
+    "remedy": "compare the modules' settings and compute dtypes with the reference's; if the other precision is "
+    "intended, set tolerance=...",
+}
+_TIED: Explanation = {
+    "cause": "it is tied to another parameter, so it has the gradients of both; the reference does not tie them",
+    "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "
+    "reference",
+}
+_EXPERTS: Explanation = {
+    "cause": "gradients of experts are reduced over the wrong ranks or not at all: an expert that several ranks hold "
+    "needs the rows of all of them",
+    "remedy": "reduce the gradients of experts over the ranks that hold the same experts, and scale them like all "
+    "other gradients",
+}
+
+
+def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report replicated parameters that have a different gradient for each slice of the batch."""
+    gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
+    names = dict.fromkeys(name for by_name in gradients for name in by_name)
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    for name in names:
+        for ranks in _replicas_of_other_rows(view, runs, name):
+            # Compare one rank per slice: the other ranks of a slice, such as tensor-parallel ones, may hold partial
+            # sums.
+            representatives = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
+            by_rank = {
+                rank: gradients[rank][name] for rank in sorted(representatives.values()) if name in gradients[rank]
+            }
+            # If the optimizer reduces the gradients itself, the parameters are equal after its steps.
+            detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
+            if detail and view.judgeable(name):
+                found.append((name, ranks, detail))
+    every = len(names) > 1 and names.keys() == {name for name, _, _ in found}
+    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
+    for name, ranks, detail in found:
+        yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+
+
+def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
+    """Return whether these ranks are bit-identical after the steps; False if that was not recorded."""
+    after = [run.after.by_name.get(name) for run in (runs[rank] for rank in ranks) if run.after is not None]
+    return bool(after) and len({tensor.digest for tensor in after if tensor is not None}) == 1
+
+
+def _replicas_of_other_rows(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
+    """Yield groups of ranks that hold the same part of a parameter and do not all see the same rows of the batch."""
+    inventory = view.evidence.inventory
+    held = [(rank.rank, rank.by_name[name].regions) for rank in inventory if name in rank.by_name]
+    for ranks in ranks_by(held).values():
+        if len({runs[rank].data_parallel for rank in ranks}) > 1:
+            yield ranks
+
+
+def _describe_spread(by_rank: Mapping[int, Comparison]) -> str:
+    """Describe where the gradients of ranks differ from each other by more than rounding; "" if they do not.
+
+    All ranks are compared with the same reference, so a rank that reports no difference at an index has the
+    reference's value there.
+    """
+    indices = [c.index for c in by_rank.values() if c.index is not None]
+    if not indices or max(c.max_abs for c in by_rank.values()) < NOISE:
+        return ""
+    index = min(indices)
+    reference = next(c.expected for c in by_rank.values() if c.index == index)
+    values = {rank: c.actual if c.index == index else reference for rank, c in by_rank.items()}
+    ordered = sorted((value, rank) for rank, value in values.items() if value is not None)
+    (low, least), (high, most) = ordered[0], ordered[-1]
+    # "not >" is also true for NaN, which loss_parity reports.
+    if not high - low > ROUNDING * max(abs(low), abs(high)):
+        return ""
+    place = f"at [{', '.join(map(str, index))}]: " if index else ""
+    return f"first step, {place}{low:.6g} on rank {least}, {high:.6g} on rank {most}"
+
+
+_UNREDUCED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
+_IGNORED: Explanation = {
+    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+}
+_BYPASSED: Explanation = {
+    "cause": "nothing reduces the gradients of any parameter over these ranks: the forward bypasses the wrapper "
+    "(model.module(...)), or its reduction is off (no_sync(), set_requires_all_reduce(False))",
+    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step",
+}
+_NOT_WRAPPED: Explanation = {
+    "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",
+    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
+}

@@ -1,0 +1,304 @@
+"""Losses: those of N ranks equal those of one device, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.checks.tracing.judge.origin import FORWARD, describe_origin
+from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
+from pytest_fsdp_meta.evidence import RankTraining, splits_model
+from pytest_fsdp_meta.judging.coordinates import sequence_places
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    BEFORE_UPDATES,
+    comparable_training,
+    describe_loaded_state,
+    describe_other_precision,
+    explain_hooks_left_out,
+    explain_uneven_backwards,
+    format_losses,
+    global_losses,
+    require_gradients,
+    require_no_other_cause,
+    require_noise,
+    slice_losses,
+)
+from pytest_fsdp_meta.judging.limits import (
+    LossLimits,
+    loss_limits,
+    relative_distance,
+)
+from pytest_fsdp_meta.judging.multiples import number_of, whole
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import PartlyJudged, View
+from pytest_fsdp_meta.text import first_of
+
+SAME_FACTOR = 0.1
+"""Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
+gradients, so every later step starts from other weights than the reference's."""
+CHANCE = 0.1
+"""Fraction: if the tolerance covers more of the interval between whole numbers, a whole factor may be a coincidence."""
+
+
+@check(
+    promise="the losses of N ranks equal the reference's at every step",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity"],
+    why="A forward that differs, or a wrong average over the ranks' losses, shows nowhere but in the loss curve.",
+    cause="the forward of the sharded model differs from the reference's",
+    remedy="compare gradients and attention settings, and make the global loss a mean that weights all ranks correctly",
+    references=["NVIDIA-NeMo/Automodel#2146", "pytorch/torchtune#2172"],
+    tolerance=LOSS_TOLERANCE,
+)
+def loss_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
+    limits = loss_limits(view)
+    wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
+    # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
+    last = min(wrong_steps, default=-1 if _may_differ(view) else len(expected))
+    disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last]
+    if not wrong_steps and not disagreements:
+        require_gradients(view)
+        errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
+        require_noise(view, LOSS_TOLERANCE, errors)
+        return
+    rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
+    message = (
+        _describe_step(wrong_steps[0], actual, expected)
+        if wrong_steps
+        else _describe_step(step, runs[rank].losses, runs[other].losses)
+    )
+    first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
+    require_no_other_cause(view, f"the losses differ ({message})", first_forward)
+    first = 0 if first_forward else min([*wrong_steps, *(disagreement[2] for disagreement in disagreements)])
+    origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
+    reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    yield from (replace(finding, origin=origin) for finding in reported)
+    if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
+        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {loaded}")
+    if wrong_steps:
+        ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
+        yield Finding(
+            None,
+            tuple(range(len(runs))),
+            f"loss {ours} at step {wrong_steps[0]}",
+            f"{theirs} within {limits.at(expected, wrong_steps[0]):.2g}",
+            f"losses {format_losses(actual)}; reference {format_losses(expected)}",
+            origin=origin,
+            step=wrong_steps[0],
+            **_explain_losses(view, wrong_steps[0], runs, limits.at(expected, wrong_steps[0])),
+        )
+
+
+def _disagreements(view: View, runs: Sequence[RankTraining], limits: LossLimits) -> list[tuple[int, int, int]]:
+    """Return (rank, first rank that should have the same loss, first step at which their losses differ).
+
+    The mean over ranks can hide such differences, since they may cancel.
+    """
+    places, all_same = sequence_places(view.evidence), view.evidence.subject.loss_over_ranks == "same"
+    first: dict[object, tuple[int, RankTraining]] = {}
+    found = []
+    for rank, run in enumerate(runs):
+        # Ranks along a sequence dimension see other parts of the same rows, so only the mean of their losses is known.
+        tokens = () if all_same else (run.data_parallel[0], places[rank])
+        other, same = first.setdefault(tokens, (rank, run))
+        finite = [step for step in range(len(run.losses)) if math.isfinite(run.losses[step] + same.losses[step])]
+        different = [step for step in finite if limits.exceeded(run.losses, same.losses, step)]
+        found += [(rank, other, step) for step in different[:1]]
+    return found
+
+
+def _may_differ(view: View) -> bool:
+    """Return whether ranks that see the same rows may have different losses, because the author assigned the rows.
+
+    The mesh that splits the sequence may be one that no parameter lies on.
+    """
+    subject = view.evidence.subject
+    return "data_parallel" in subject.declared and subject.loss_over_ranks != "same"
+
+
+def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, other: int, step: int) -> Finding:
+    ours, theirs = _distinct_digits(runs[rank].losses[step], runs[other].losses[step])
+    declared_same = view.evidence.subject.loss_over_ranks == "same"
+    why = "because every rank returns the global loss" if declared_same else "which sees the same rows"
+    return Finding(
+        None,
+        (rank,),
+        f"loss {ours} at step {step}",
+        f"{theirs}, as on rank {other}, {why}",
+        f"losses {format_losses(runs[rank].losses)}; rank {other} {format_losses(runs[other].losses)}",
+        step=step,
+        **(_NOT_GLOBAL if declared_same else _DIVERGED),
+    )
+
+
+_DIVERGED: Explanation = {
+    "cause": "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a "
+    "tensor-parallel layer does not reduce its output",
+    "remedy": "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
+    "different parts of the sequence, name that mesh dimension cp",
+}
+_NOT_GLOBAL: Explanation = {
+    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows",
+    "remedy": "reduce the loss over all data-parallel ranks before it is returned, or declare "
+    'Subject(loss_over_ranks="mean") or "sum"',
+}
+
+
+def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
+    averaged = view.evidence.subject.loss_over_ranks == "mean"
+    if first == 0 and averaged and _weighting_by_labels_explains(view, runs, allowed):
+        return {
+            "cause": "each rank averages over its own labels, and the ranks have different numbers of labels (-100 "
+            "does not count): weighted by these numbers, the ranks' losses give the reference's loss",
+            "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by "
+            "the number of data-parallel ranks, because gradients are averaged over them",
+        }
+    if first == 0 and (explanation := _explain_multiple(view, runs, allowed)):
+        return explanation
+    if first == 0 and (drawing := list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))):
+        return {
+            "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
+            "from the reference's by chance: a dropout does not know the mode",
+            "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
+            "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
+        }
+    if uneven := explain_uneven_backwards(view, first):
+        return uneven
+    if first == 0 and "train_step" in view.evidence.subject.declared:
+        return {
+            "cause": "the first loss of train_step differs although the weights are equal: it is divided by another "
+            "number than the reference's, such as the tokens of one micro-batch or of one rank, or the forward differs"
+            + describe_other_precision(view),
+            "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that "
+            "is right, compare the modules' settings with the reference's",
+        }
+    if first == 0:
+        return {
+            "cause": "the first forward already differs although the weights are equal: the ranks' losses are not "
+            "averaged correctly, or a module is missing, replaced, random or configured differently (attention, "
+            "scale, activation, precision)" + _tensor_parallel_causes(view) + describe_other_precision(view),
+            "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; "
+            "if the loader uses another precision on purpose, set tolerance=...",
+        }
+    return explain_hooks_left_out(view) or {
+        "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
+        "steps, such as a buffer or a cache that the forward updates on each rank separately"
+        + describe_other_precision(view),
+        "remedy": "compare the state that the forward keeps between steps with the reference's",
+    }
+
+
+def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) -> Explanation:
+    """Explain a first loss that is a whole multiple of the reference's, with later losses close to that multiple."""
+    pairs = list(zip(global_losses(view.evidence), view.reference.losses or (), strict=True))
+    factors = [ours / theirs if theirs and math.isfinite(ours) else math.nan for ours, theirs in pairs]
+    if not factors[0] > 0 or not all(abs(later / factors[0] - 1) <= SAME_FACTOR for later in factors):
+        return {}
+    summed = view.evidence.subject.loss_over_ranks == "sum"
+    if summed and (explanation := _explain_sum(view, runs, factors[0], allowed)):
+        return explanation
+    factor = whole(factors[0], max(allowed, LOSS_TOLERANCE["float64"]))
+    number, meaning = number_of(view, runs, factor)
+    if not factor or (not meaning and int(number) * allowed > CHANCE):
+        return {}
+    multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
+    in_ranks = f" ({number} is {meaning})" if meaning else ""
+    shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
+    if shares and "train_step" in view.evidence.subject.declared:
+        return {
+            "cause": f"the loss is {factor} of the reference's in every step{in_ranks}: train_step divides it by the "
+            "count of the global batch, and the ranks' losses are averaged",
+            "remedy": f"if grad_parity fails as well, multiply the loss by {number} before backward(), because "
+            "gradients are averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
+            f"{_SHARES}",
+        }
+    return {
+        "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
+        + _explain_scaled_loss(factor, bool(meaning)),
+        "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
+        f"micro-batches{shares}",
+    }
+
+
+def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowed: float) -> Explanation:
+    """Explain losses whose declared sum is about as many times the reference's as there are ranks, else return {}.
+
+    Means over rows with different numbers of labels do not add up to a whole multiple.
+    """
+    number, meaning = number_of(view, runs, whole(factor, SAME_FACTOR))
+    if not meaning or factor < 1:
+        return {}
+    about = "" if whole(factor, allowed) else "about "
+    times = (
+        f"the sum of the ranks' losses is {about}{number} times the reference's in every step ({number} is {meaning})"
+    )
+    first = [losses[0] for losses in slice_losses(runs).values()]
+    if max(first) - min(first) <= allowed * abs(max(first)):
+        return {
+            "cause": f"{times}: each rank's loss is the global loss itself, not a share of it",
+            "remedy": 'declare Subject(loss_over_ranks="same")',
+        }
+    return {
+        "cause": f"{times}: the ranks' losses are means over their own rows, not shares of the global loss",
+        "remedy": 'declare Subject(loss_over_ranks="mean") (the default), or return shares: sums over own rows, '
+        "divided by the count of the global batch",
+    }
+
+
+_SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
+
+
+def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
+    if factor.startswith("1/"):
+        divided = "each rank divides its sum by the count of the global batch instead of its own, or "
+        return (divided if counts_ranks else "") + (
+            "the loss is divided once too often (gradient accumulation, number of ranks or rows)"
+        )
+    summed = "the ranks' losses are summed or multiplied by the number of ranks, or "
+    return (summed if counts_ranks else "") + "each rank sums over its rows while the reference takes the mean"
+
+
+def _tensor_parallel_causes(view: View) -> str:
+    """Return more possible causes if a mesh dimension splits the model, else ""."""
+    meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
+    sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
+    if not any(size > 1 and splits_model(dim) for dim, size in sizes):
+        return ""
+    return (
+        "; or a tensor-parallel plan shards a fused weight (qkv) without regard to its parts, or adds a bias once per "
+        "rank"
+    )
+
+
+def _weighting_by_labels_explains(view: View, runs: Sequence[RankTraining], allowed: float) -> bool:
+    """Return whether the first losses, weighted by each slice's number of labels, average to the reference's."""
+    labels_of = {run.data_parallel[0]: run.labels[0] for run in reversed(runs) if run.labels}
+    losses = {index: curve[0] for index, curve in slice_losses(runs).items()}
+    expected = view.reference.losses or ()
+    for kind in (0, 1):
+        weights = {index: labels[kind] for index, labels in labels_of.items()}
+        if len(set(weights.values())) > 1 and weights.keys() == losses.keys():
+            weighted = math.fsum(weights[i] * losses[i] for i in weights if weights[i]) / sum(weights.values())
+            if relative_distance([weighted], expected, 0) <= allowed:
+                return True
+    return False
+
+
+def _distinct_digits(actual: float, expected: float) -> tuple[str, str]:
+    """Format both numbers with as many digits as distinguish them, but at least four."""
+    for digits in range(4, 17):
+        formatted = f"{actual:.{digits}g}", f"{expected:.{digits}g}"
+        if formatted[0] != formatted[1]:
+            break
+    return formatted
+
+
+def _describe_step(step: int, actual: Sequence[float], expected: Sequence[float]) -> str:
+    error = relative_distance(actual, expected, step)
+    return f"step {step}: {actual[step]:.6f}, but should be {expected[step]:.6f}, relative error {error:.2g}"

@@ -1,0 +1,334 @@
+"""Optimization: the steps change all trainable parameters and nothing else. These checks need no reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    BLOCKING_CHECKS,
+    EXPLAINING_CHECKS,
+    comparable_training,
+    first_not_finite,
+    format_losses,
+    leave_not_finite,
+    require_no_other_cause,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.text import counted, first_of
+
+
+@check(
+    promise="the optimizer holds each trainable parameter of the model exactly once, and no frozen one",
+    family="training",
+    needs=["inventory"],
+    fields=["optimizer"],
+    uses=["training"],
+    after=BLOCKING_CHECKS,
+    why="An optimizer that was built before sharding holds the old parameters: it steps without an error and trains "
+    "nothing.",
+    cause="the optimizer was built from other parameters than the trainable ones of the loaded model",
+    remedy="build the optimizer last: optimizer(p for p in model.parameters() if p.requires_grad)",
+    references=["huggingface/accelerate#3394", "pytorch/pytorch#149205"],
+    simulated="too",
+)
+def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
+    optimizers = _optimizers(view)
+    missing: dict[str, list[int]] = {}
+    stale: list[tuple[int, str]] = []
+    for rank, optimizer in optimizers:
+        unheld = _unheld(view, rank, optimizer)
+        for name in unheld:
+            missing.setdefault(name, []).append(rank)
+        without_storage = sum(without for _, without in optimizer.others)
+        if without_storage and not unheld:
+            stale.append((rank, counted(without_storage, "parameter")))
+    kind = optimizers[0][1].kind
+    explanation = _REPLACED if any(optimizer.others for _, optimizer in optimizers) else {}
+    for name, ranks in missing.items():
+        yield Finding(name, tuple(ranks), f"in no parameter group of {kind}", "in exactly one", **explanation)
+    for parameters, stale_on in ranks_by(stale).items():
+        actual = f"{kind} holds {parameters} without storage, not registered by the model"
+        yield Finding(None, stale_on, actual, "", **_REPLACED)
+    yield from _wrongly_held(view, optimizers)
+
+
+def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
+    """Return each rank's optimizer: the one it trained with, else the one that the loader built."""
+    runs = view.evidence.training
+    if "optimizer" not in view.evidence.subject.declared:
+        raise NotDeclared("optimizer", ", so the plugin built one itself, over the trainable parameters")
+    inventory = view.evidence.inventory
+    found = [run.optimizer for run in runs] if runs else [rank.optimizer for rank in inventory]
+    numbered = zip((rank.rank for rank in inventory), found, strict=True)
+    optimizers = [(rank, optimizer) for rank, optimizer in numbered if optimizer is not None]
+    if not optimizers and runs:
+        raise NotJudged("nothing is trainable")
+    failed = view.evidence.unavailable.get("training")
+    if not optimizers and failed is not None and failed.error:
+        raise NotJudged(
+            "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded "
+            f"({failed.summary})"
+        )
+    if not optimizers:
+        why = f" ({failed.summary})" if failed is not None and failed.kind == "unsupported" else ""
+        raise NotJudged(f"Subject(optimizer=...) is a callable and was not called: nothing was trained{why}")
+    return optimizers
+
+
+def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
+    """Return trainable parameters in no group, unless others, such as float32 copies, are stepped in their place."""
+    inventory = next(one for one in view.evidence.inventory if one.rank == rank)
+    storages = {inventory.by_name[name].storage for name, count in optimizer.held.items() if count}
+    own = [t for t in inventory.tensors if t.kind == "parameter" and t.requires_grad and view.judgeable(t.name)]
+    missing = [t for t in own if not optimizer.held.get(t.name) and (t.storage is None or t.storage not in storages)]
+    runs = view.evidence.training
+    if not runs:
+        copies = {dtype for dtype, without in optimizer.others if not without} - {t.dtype for t in own}
+        return [] if copies else [t.name for t in missing]
+    after = runs[rank].after
+    stepped = [t for t in missing if after is not None and after.by_name[t.name].digest != t.digest]
+    return [] if stepped else [t.name for t in missing]
+
+
+def _wrongly_held(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
+    kind = optimizers[0][1].kind
+    for name, tensors in view.tensors("parameter"):
+        trainable = {rank: tensor.requires_grad for rank, tensor in tensors}
+        counts = [(rank, optimizer.held.get(name, 0)) for rank, optimizer in optimizers]
+        # A parameter with optimizer state was trained before it was frozen, and may be unfrozen again.
+        stepped = {rank for rank, optimizer in optimizers if name in optimizer.stepped}
+        frozen = tuple(
+            rank for rank, count in counts if count and not trainable.get(rank, True) and rank not in stepped
+        )
+        if frozen:
+            yield Finding(name, frozen, f"frozen and in a parameter group of {kind}", "in none", **_FROZEN)
+        for count, ranks in ranks_by((rank, count) for rank, count in counts if count > 1).items():
+            yield Finding(name, ranks, f"listed {count} times in the parameter groups of {kind}", "listed once")
+
+
+_REPLACED: Explanation = {
+    "cause": "the optimizer was built before sharding or materialisation, which replaced the parameters that it holds",
+    "remedy": "build the optimizer after fully_shard and to_empty",
+}
+_FROZEN: Explanation = {
+    "cause": "the optimizer was given all parameters; a frozen one keeps its values only while it has no gradient",
+    "remedy": "give it the parameters that require a gradient: [p for p in model.parameters() if p.requires_grad]",
+}
+
+
+@check(
+    promise="frozen weights are bit-identical before and after training steps",
+    family="training",
+    needs=["inventory", "training"],
+    uses=["reference"],
+    after=BLOCKING_CHECKS,
+    why="If a frozen verifier drifts, the model trains towards a moving target, and no gradient shows it.",
+    cause="something other than the optimizer writes to it: a moving average, a hook, a tie to a trained weight",
+    remedy="look for copy_(), lerp_() and .data on it in hooks and forwards, and for ties to trainable parameters",
+    references=["vllm-project/speculators#593"],
+)
+def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
+    after, steps = inventories_after_steps(view), count_steps(view)
+    declared, moving = view.evidence.subject.frozen, _moving_in_reference(view)
+    judged = False
+    for name, tensors in view.tensors("parameter"):
+        frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
+        if not frozen or (name in moving and name not in declared):
+            continue
+        judged = True
+        moved = tuple(
+            rank for rank, t in frozen if name in after[rank].by_name and _changed(after[rank], t.name, t.digest)
+        )
+        if moved:
+            yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values")
+    if not judged:
+        raise NotJudged("nothing is frozen")
+
+
+def _moving_in_reference(view: View) -> set[str]:
+    """Return the parameters that change in the reference too: trainable ones, and intended moving averages."""
+    reference = view.evidence.reference
+    if reference is None or reference.after is None:
+        return set()
+    return {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
+
+
+def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
+    now = after.by_name.get(name)
+    return now is not None and None not in (now.digest, digest) and now.digest != digest
+
+
+@check(
+    promise="training changes every trainable tensor, every rank's shard of it and every row that got a gradient",
+    family="training",
+    needs=["inventory", "training"],
+    uses=["reference", "values", "verifier"],
+    after=[*EXPLAINING_CHECKS, "forward_sees_current_weights", "grad_parity", "optimizer_owns_parameters"],
+    why="A shard that is never stepped keeps its loaded values, and the other weights learn around it.",
+    cause="the optimizer step does not write to this memory: the optimizer or a wrapper steps a copy, or leaves out "
+    "this shard",
+    remedy="check which parameters the optimizer's groups hold on this rank, and look for copies that are not written "
+    "back",
+    references=["NVIDIA/Megatron-LM#6228", "huggingface/accelerate#1527", "pytorch/pytorch#176076"],
+)
+def every_trainable_moves(view: View) -> Iterable[Finding]:
+    runs = _runs(view)
+    if diverging := first_not_finite(runs):  # NaN replaces every value, so everything would count as moved
+        message = f"the losses are not finite ({format_losses(diverging)})"
+        leave_not_finite(view, message)
+        raise Unjudgeable(message)
+    swallowed = list(_swallowed(view, runs))
+    yield from swallowed
+    unreached = _unreached(view, runs)
+    if _reference_is_trained(view):
+        yield from _most_unreached(view, unreached)
+    if not any(run.movements for run in runs):
+        raise NotJudged("nothing is trainable")
+    if not swallowed and not any(movement.due for run in runs for movement in run.movements):
+        raise NotJudged(
+            "no update is larger than rounding: the learning rate or the gradients are zero or very small; give "
+            "Subject(optimizer=...) a larger learning rate"
+        )
+    found = list(_unmoved(view, runs))
+    if found and _reference_is_trained(view):
+        require_same_forward(view, comparable_training(view))
+        require_no_other_cause(view, f"{found[0].tensor}: {found[0].actual}")
+    yield from found
+    if unreached:
+        raise PartlyJudged(_describe_unreached(view, unreached))
+
+
+def _swallowed(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report the parameters that no rank can move, with the optimizer that the author declares."""
+    if "optimizer" not in view.evidence.subject.declared:
+        return  # the plugin's own learning rate says nothing about the author's training
+    named = {name: None for run in runs for name in run.swallowed}
+    for name, tensors in view.tensors("parameter", only=named):
+        holders = [rank for rank, tensor in tensors if tensor.numel]
+        if holders and all(name in runs[rank].swallowed for rank in holders):
+            dtype = tensors[0][1].dtype
+            actual = f"no element changed in {count_steps(view)}: each update is rounded away in {dtype}"
+            yield Finding(name, tuple(holders), actual, "trained", **_SWALLOWED)
+
+
+_SWALLOWED: Explanation = {
+    "cause": "each update is smaller than half a unit in the last place, as of a norm's weight of 1.0 with a learning "
+    "rate below 0.002 in bfloat16; the reference trains in the same dtype and does not move either",
+    "remedy": "keep parameters in float32 and compute in bfloat16 (MixedPrecisionPolicy), round stochastically, or "
+    "freeze them",
+}
+
+
+def _unreached(view: View, runs: Sequence[RankTraining]) -> list[str]:
+    """Return the trainable parameters that have no gradient, or only zeros, on any rank and in the reference."""
+    sizes = view.reference.gradients if _reference_is_trained(view) else {}
+    reached = {name for name, size in sizes.items() if size != 0}
+    for run in runs:
+        zero = {c.name for c in run.gradients if c.equal and not sizes.get(c.name, 1.0)}
+        if run.after is not None:
+            reached |= {t.name for t in run.after.tensors if t.numel} - {*run.without_gradient, *zero}
+    if _reference_is_trained(view):
+        # Behind weights that begin as zeros, such as the B of LoRA or a new head, gradients begin with the second step.
+        reached |= set(view.reference.reached_later)
+    return [name for name, facts in view.tensors("parameter") if facts[0][1].requires_grad and name not in reached]
+
+
+def _reference_is_trained(view: View) -> bool:
+    return view.evidence.reference is not None and view.evidence.reference.losses is not None
+
+
+def _most_unreached(view: View, unreached: Sequence[str]) -> Iterator[Finding]:
+    """Report a loss that does not reach most of what has computed. A few parameters without a use are not a defect.
+
+    Neither are modules that the batch does not use: images for a vision tower, tokens for an expert.
+    """
+    trainable = {
+        name: math.prod(facts[0][1].shape) for name, facts in view.tensors("parameter") if facts[0][1].requires_grad
+    }
+    if len(unreached) < len(trainable):
+        idle, unreached = _split_idle(view, unreached)
+        trainable = {name: size for name, size in trainable.items() if name not in idle}
+    missing = sum(trainable[name] for name in unreached)
+    if 2 * missing > sum(trainable.values()):
+        actual = f"{len(unreached)} of {counted(len(trainable), 'trainable parameter')} get no gradient"
+        detail = (
+            f"{missing / sum(trainable.values()):.0%} of the elements, {first_of(unreached)}; none in the reference"
+        )
+        ranks = tuple(range(len(view.evidence.inventory)))
+        explanation = _CUT_OFF if len(unreached) < len(trainable) else _CONSTANT
+        yield Finding(None, ranks, actual, "a gradient for each", detail, **explanation)
+
+
+def _split_idle(view: View, unreached: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the parameters of modules that did not run, and the others."""
+    idle = set() if view.evidence.reference is None else {*view.evidence.reference.idle}
+    return [name for name in unreached if name in idle], [name for name in unreached if name not in idle]
+
+
+def _describe_unreached(view: View, unreached: Sequence[str]) -> str:
+    unused, others = _split_idle(view, unreached)
+    parts = []
+    if unused:
+        parts.append(
+            f"the batch does not use {first_of(unused)}: these modules ran neither on the ranks nor in the reference; "
+            "give batches that use them, or freeze what is not trained"
+        )
+    if others:
+        alike = ", in the reference neither" * _reference_is_trained(view)
+        parts.append(f"the loss gives {first_of(others)} no gradient{alike}; freeze what is not trained")
+    return "; ".join(parts)
+
+
+_CONSTANT: Explanation = {
+    "cause": "the loss does not depend on the parameters: it is constant or detached, or the batch is zero",
+    "remedy": "give Subject(loss=...) a loss that depends on the model's output, and Subject(batch=...) rows that are "
+    "not zero",
+}
+_CUT_OFF: Explanation = {
+    "cause": "the loss does not depend on them: an output is detached or computed under no_grad, or a fused loss "
+    "cuts off the rest of the model",
+    "remedy": "look for detach(), no_grad() and custom autograd functions between these parameters and the loss; "
+    "freeze what should not be trained",
+}
+
+
+def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    by_name: dict[str, list[tuple[int, Movement]]] = {}
+    for rank, run in enumerate(runs):
+        for movement in run.movements:
+            if movement.still:
+                by_name.setdefault(movement.name, []).append((rank, movement))
+    for name in view.names("parameter", only=by_name):
+        for whole, ranks in ranks_by((rank, m.still == m.due) for rank, m in by_name[name]).items():
+            first = next(m for rank, m in by_name[name] if rank in ranks)
+            row = "" if first.first is None else f", first row {first.first}"
+            detail = f"{first.still} of {first.due} rows on rank {ranks[0]}{row}"
+            steps = count_steps(view)
+            actual = (
+                f"no row changed in {steps}, although it has gradients"
+                if whole
+                else f"some rows did not change in {steps}, although they have gradients"
+            )
+            yield Finding(name, ranks, actual, "", detail)
+
+
+def _runs(view: View) -> Sequence[RankTraining]:
+    return view.evidence.training or ()
+
+
+def inventories_after_steps(view: View) -> list[RankInventory]:
+    """Return each rank's inventory after the steps."""
+    found = [run.after for run in _runs(view) if run.after is not None]
+    if len(found) < len(view.evidence.inventory):
+        raise NotJudged("the parameters were not recorded after the steps")
+    return found
+
+
+def count_steps(view: View) -> str:
+    count = max((len(run.losses) for run in _runs(view)), default=0)
+    return counted(count, "step")

@@ -1,0 +1,138 @@
+"""The second step: its gradients equal those of one device, so that nothing was carried over or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin
+from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
+from pytest_fsdp_meta.evidence import RankTraining, SecondStep
+from pytest_fsdp_meta.judging.causes import Cases
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    BEFORE_UPDATES,
+    comparable_training,
+    describe_loaded_state,
+    explain_uneven_backwards,
+    require_gradients,
+    require_no_other_cause,
+    require_noise,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.limits import (
+    Limits,
+    gradient_limits,
+    gradients_beyond_rounding,
+    relative_errors,
+    update_limits,
+)
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotJudged, View
+
+
+@check(
+    promise="if the first step moved the parameters as in the reference, each gradient of the second step equals the "
+    "reference's",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=BEFORE_UPDATES,
+    why="A gradient that is not zeroed, a forward that keeps old weights and a reduction that stays off show only from "
+    "the second step on.",
+    cause="the parameters are right after the first step, and the second gradients are not: a forward keeps state or "
+    "computes with a copy of the weights from before the step, or the reduction is off from the second step on",
+    remedy="look for buffers and caches that the forward keeps between steps, for cast copies of weights, and for "
+    "set_requires_gradient_sync(False)",
+    references=["karpathy/llm.c#548"],
+    tolerance=GRADIENT_TOLERANCE,
+)
+def second_grad_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    seconds = [run.second for run in runs if run.second is not None]
+    if len(seconds) < len(runs):
+        raise NotJudged(_describe_missing(view, runs))
+    if not _first_steps_equal(view, runs):
+        message = "the first step moved the parameters otherwise than in the reference"
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"{message}: {loaded}")
+        require_same_forward(view, runs)
+        require_no_other_cause(view, message)
+        raise NotJudged(f"{message} (see update_parity)")
+    found = list(_wrong_second_gradients(view, runs))
+    if found:
+        require_same_forward(view, runs)
+        first = found[0]
+        require_no_other_cause(view, f"the gradients of the second step differ ({first.tensor}: {first.actual})")
+        origin = describe_origin(view.evidence.traces, step=1)
+        yield from (replace(finding, origin=origin, step=1) for finding in found)
+    else:
+        require_gradients(view)
+        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for second in seconds for c in second.gradients))
+
+
+def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
+    """Return why a rank has no observation of a second step."""
+    one = any(len(run.losses) < 2 for run in runs)
+    return "there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable"
+
+
+def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
+    limits, due = update_limits(view, "first_updates"), gradients_beyond_rounding(view)
+    parameters = [(rank, c) for rank, run in enumerate(runs) if run.second is not None for c in run.second.parameters]
+    moved = [(rank, c) for rank, c in parameters if c.name in due]
+    return not any(
+        limits.exceeded(rank, c) and c.measure is not None and not c.measure.apart <= 2 * c.measure.grain
+        for rank, c in moved
+    )
+
+
+def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    seconds = [run.second for run in runs if run.second is not None]
+    limits = gradient_limits(view, "second")
+    excused = excused_gradients(view, runs)
+    names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
+    pairs = view.comparisons(tuple(second.gradients for second in seconds), names)
+    for name in names:
+        missing = tuple(
+            rank
+            for rank, second in enumerate(seconds)
+            if name in second.without_gradient and name not in runs[rank].without_gradient
+        )
+        if missing and name in due:
+            yield Finding(
+                name, missing, "no gradient in the second step, although it had one in the first", "", **_LOST
+            )
+        wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
+        if wrong and name not in excused:
+            yield from _describe_wrong_second(view, seconds, name, wrong, limits)
+
+
+def _describe_wrong_second(
+    view: View, seconds: Sequence[SecondStep], name: str, wrong: Cases, limits: Limits
+) -> Iterator[Finding]:
+    left_over = [(rank, c) for rank, c in wrong if name in seconds[rank].left_over]
+    others = [case for case in wrong if case not in left_over]
+    if left_over:
+        actual = "gradient of the second step still contains that of the first"
+        yield Finding(name, tuple(rank for rank, _ in left_over), actual, limits.describe(left_over), **_NOT_ZEROED)
+    if others:
+        actual = "gradient of the second step differs from the reference's, that of the first does not"
+        detail = describe_error(limits, others)
+        ranks, explanation = tuple(rank for rank, _ in others), explain_uneven_backwards(view, last=1)
+        yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
+
+
+_LOST: Explanation = {
+    "cause": "the reduction is switched off after the first step (set_requires_gradient_sync(False), no_sync()), or "
+    "the second forward does not use the parameter",
+    "remedy": "switch the reduction on again for the last backward before each step; look for caches that the first "
+    "forward fills",
+}
+_NOT_ZEROED: Explanation = {
+    "cause": "nothing zeroes this gradient after the step: zero_grad() is not called, or the optimizer's does not "
+    "reach it, so each step adds to all earlier ones",
+    "remedy": "let train_step call optimizer.zero_grad(); if it does, call it for every parameter group, and clear "
+    "gradient buffers that a wrapper keeps",
+}

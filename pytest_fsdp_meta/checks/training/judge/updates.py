@@ -1,0 +1,201 @@
+"""Updates: each parameter moves as in the training on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining
+from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import (
+    BEFORE_UPDATES,
+    comparable_training,
+    describe_loaded_state,
+    explain_hooks_left_out,
+    global_losses,
+    require_gradients,
+    require_no_other_cause,
+    require_noise,
+    require_same_forward,
+)
+from pytest_fsdp_meta.judging.limits import (
+    Limits,
+    describe_length,
+    gradients_beyond_rounding,
+    loss_limits,
+    relative_errors,
+    update_limits,
+)
+from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+
+MOST_PERPENDICULAR = 0.35
+"""Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
+If only the signs agree, the part is about 0.6."""
+SAME_UPDATE = 0.02
+"""Relative: update factors that differ by less count as the same factor, with the same cause."""
+
+
+@check(
+    promise="each parameter's update over the training steps equals the reference's",
+    family="training",
+    needs=["inventory", "reference", "training"],
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "second_grad_parity"],
+    why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
+    cause="the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on "
+    "all ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+    "called in a world of 1 for the reference",
+    remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
+    references=["pytorch/pytorch#149205"],
+    tolerance=UPDATE_TOLERANCE,
+)
+def update_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    found = list(_wrong_updates(view, runs))
+    if found:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
+        if loaded := describe_loaded_state(view):
+            raise NotJudged(f"the updates differ ({found[0].tensor}: {found[0].actual}): {loaded}")
+        _require_same_last_forward(view, runs)
+        yield from found
+    else:
+        require_gradients(view)
+        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for run in runs for c in run.parameters))
+
+
+def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
+    """Raise Blocked if the last loss is wrong although the parameters were right before: then the last update is, too.
+
+    loss_parity reports that the forward has changed.
+    """
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
+    last = len(expected) - 1
+    if "loss_parity" not in view.selection or not all(run.late for run in runs):
+        return
+    limits = replace(update_limits(view), roundings=2 * last)
+    moved = any(limits.exceeded(rank, c) for rank, run in enumerate(runs) for c in run.late)
+    if not moved and loss_limits(view).exceeded(actual, expected, last):
+        raise Blocked(
+            f"the parameters are right before the last step, whose loss is {actual[last]:.6g}, but should be "
+            f"{expected[last]:.6g} (see loss_parity); the update depends on it"
+        )
+
+
+def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
+    names = view.names("parameter", only=gradients_beyond_rounding(view))
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    limits = _limits_after_steps(view, updates)
+    exceeding = {name: [(rank, c) for rank, c in cases if limits.exceeded(rank, c)] for name, cases in updates.items()}
+    off = {name: cases for name, cases in exceeding.items() if cases}
+    worst = max((_relative_error(c) for cases in off.values() for _, c in cases), default=0.0)
+    least = min(worst, 1.0) / 2
+    farthest = {name: [(rank, c) for rank, c in cases if _relative_error(c) >= least] for name, cases in off.items()}
+    measured = [c.measure for cases in farthest.values() for _, c in cases if c.measure is not None]
+    labels = alike(
+        {_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(limits.relative, SAME_UPDATE)
+    )
+    for name, cases in farthest.items():
+        for factor, alike_cases in by_label(cases, lambda measure: labels.get(_update_factor(measure), "")).items():
+            actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
+            detail = "" if factor else _describe_error(limits, alike_cases)
+            ranks = tuple(rank for rank, _ in alike_cases)
+            explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
+            if factor and not explanation:
+                explanation = _explain_factor(view, runs, name, factor)
+            explanation = explanation or explain_hooks_left_out(view)
+            yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
+
+
+def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
+    """Return the limits of updates over all steps: each rounds each element once, on the ranks and in the reference.
+
+    A slice that moved little may differ as much as the one that moved farthest.
+    """
+    moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
+    longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
+    return replace(update_limits(view), roundings=2 * len(view.reference.losses or ()), longest=longest)
+
+
+def _describe_error(limits: Limits, cases: Cases) -> str:
+    if limits.only_scaled(cases):
+        return describe_length(cases)
+    return f"relative error {max(_relative_error(c) for _, c in cases):.2g}"
+
+
+def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain an update by other settings of the parameter's group than in the reference; return {} if they agree."""
+    theirs = _parse_settings(view.reference.settings.get(name, ""))
+    for rank in ranks:
+        facts = runs[rank].optimizer
+        ours = _parse_settings(facts.settings.get(name, "")) if facts is not None else {}
+        differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+        if differing:
+            actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
+            return {
+                "cause": f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
+                "reference: groups are chosen by names with a wrapper's prefix or by the shapes of shards, or the "
+                "function that builds the optimizer depends on the number of ranks (1 for the reference)",
+                "remedy": "choose groups by the names and the whole shapes of the unwrapped model, and compute what "
+                "depends on the number of ranks outside of the function",
+            }
+    return {}
+
+
+def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
+    """Explain an update by the learning rate of a later step than the first; return {} if the rates agree."""
+    for step, expected in enumerate(view.reference.rates):
+        for rates in (runs[rank].rates for rank in ranks):
+            actual = rates[step] if step < len(rates) else expected
+            if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
+                ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
+                return {
+                    "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
+                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps at "
+                    "other times, or once per rank, or it schedules an optimizer that was replaced",
+                    "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
+                    "steps, and declare it in Subject(scheduler=...)",
+                }
+    return {}
+
+
+def _parse_settings(text: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in text.split("; ") if "=" in setting)
+
+
+def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    """Explain an update factor that equals a number of ranks; return {} if it equals none."""
+    whole_factor = whole(float(factor), SAME_UPDATE)
+    number, meaning = number_of(view, runs, whole_factor, name)
+    if not meaning:
+        return {}
+    done = "divided" if whole_factor.startswith("1/") else "multiplied"
+    return {
+        "cause": f"the learning rate, or the optimizer's step, is {done} by {meaning} ({number}), and the reference's "
+        "is not",
+        "remedy": "use the reference's learning rate on the ranks: gradients are already averaged over the "
+        "data-parallel ranks; and look for code that scales gradients between backward and the step",
+    }
+
+
+def _update_factor(measure: Measure) -> float:
+    """Return the factor of an update that is a multiple of the reference's; 0 if it is not a multiple.
+
+    It does not count as a multiple if its different direction explains more of the error than the factor does.
+    """
+    if not math.isfinite(measure.apart) or measure.residual > MOST_PERPENDICULAR:
+        return 0.0
+    return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0
+
+
+def _relative_error(comparison: Comparison) -> float:
+    """Return the error of an update, relative to the length of the reference's update."""
+    measure = comparison.measure
+    assert measure is not None
+    return measure.apart / measure.truth if measure.truth and math.isfinite(measure.apart) else math.inf

@@ -1,0 +1,154 @@
+"""Run the author's own training step, and look at the gradients when it steps the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.batches import calling_field
+from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
+from pytest_fsdp_meta.ranks.optimizers import built_optimizer
+from pytest_fsdp_meta.text import counted
+
+
+def run_author_step(
+    subject: Subject,
+    optimizer: Optimizer,
+    rows: dict[str, Any],
+    number: int,
+    observe: Callable[[], None],
+    handed_by_name: Mapping[str, Any],
+    training: bool = False,
+    gradient_scale: float = 1.0,
+) -> tuple[Tensor | float, int]:
+    """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
+
+    It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
+    gradients are multiplied by ``gradient_scale``, and ``train()`` has an effect only if ``training``.
+    """
+    assert subject.train_step is not None
+    # A framework's step goes through its own wrapper, if the loader built one.
+    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
+    parts = parts_of_optimizer(optimizer)
+    steps: list[Optimizer] = []
+    errors: list[Exception | None] = []
+    """What ``observe`` raised, once it was called."""
+
+    def before_step(part: Optimizer) -> None:
+        steps.append(part)
+        if not errors:
+            errors.append(_error_of(observe))
+
+    mode = nullcontext() if training else _train_disabled()
+    with ExitStack() as hooked, mode, _backwards(gradient_scale) as backwards:
+        for part in parts:
+            hooked.enter_context(before_steps(part, before_step))
+        with calling_field("train_step"):
+            loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
+    if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
+        what = f"it returned a {type(loss).__name__} and has not run"
+        raise SubjectError("train_step", f"{what}; make it a plain function, without async or yield")
+    if errors and errors[0] is not None:
+        raise errors[0]
+    for part in parts:
+        if (times := sum(part is stepped for stepped in steps)) != 1:
+            which = "the optimizer" if len(parts) == 1 else f"its {type(computing_optimizer(part)).__name__}"
+            done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
+            hint = _HINTS[bool(times)]
+            raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
+    if problem := _describe_no_loss(loss):
+        raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number")
+    return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
+
+
+_HINTS = {
+    False: "call step() of the optimizer that it gets",
+    True: "one call gets the rows of one step, with all its micro-batches",
+}
+"""What to do, by whether it has stepped at all."""
+
+
+def _describe_no_loss(loss: object) -> str:
+    """Return what ``train_step`` has returned, unless that can be the loss; then return ""."""
+    if isinstance(loss, Tensor):
+        if loss.is_meta or loss.is_complex():
+            return f"a tensor {'on meta' if loss.is_meta else 'of complex numbers'}"
+        return "" if loss.numel() == 1 else str(tuple(loss.shape))
+    if not isinstance(loss, Real):
+        return type(loss).__name__
+    try:
+        float(loss)
+    except OverflowError:
+        return "a number that no float holds"
+    return ""
+
+
+def _error_of(observe: Callable[[], None]) -> Exception | None:
+    """Return what an observer raises. It is raised after the step, which other ranks finish together with this one."""
+    try:
+        observe()
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def _backwards(scale: float) -> Iterator[list[None]]:
+    """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
+
+    A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
+    """
+    original, found, running = torch.autograd.backward, list[None](), list[None]()
+
+    @wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        outermost = not running
+        if outermost:
+            found.append(None)
+            running.append(None)
+            if scale != 1.0:
+                tensors, grad_tensors = _scaled(tensors, grad_tensors, scale)
+        try:
+            original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            if outermost:
+                running.clear()
+
+    torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
+    try:
+        yield found
+    finally:
+        torch.autograd.backward = original
+
+
+def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a backward whose gradients are ``scale`` times those of the given arguments."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
+    pairs = zip(roots, given, strict=True)
+    return roots, [torch.full_like(root, scale) if own is None else own * scale for root, own in pairs]
+
+
+@contextmanager
+def _train_disabled() -> Iterator[None]:
+    """Give ``train()`` of any module no effect: dropout would differ from the reference's."""
+    original = Module.train
+
+    def train(module: Module, mode: bool = True) -> Module:
+        return module
+
+    Module.train = train
+    try:
+        yield
+    finally:
+        Module.train = original

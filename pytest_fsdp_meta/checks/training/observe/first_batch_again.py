@@ -1,0 +1,151 @@
+"""Run the first batch again after the training, to observe accumulation, gradients that are not clipped, and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer_state
+from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
+from pytest_fsdp_meta.checks.training.observe.accumulation import (
+    accumulate,
+    finish_gradients,
+    indivisible_batch,
+    micro_batches,
+)
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
+from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
+from pytest_fsdp_meta.checks.values.observe import compare_gradients
+from pytest_fsdp_meta.evidence import Accumulation, Comparison
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard
+from pytest_fsdp_meta.ranks.reference_record import Record
+from pytest_fsdp_meta.worlds import CallFailed, Rank
+
+SCALING = 16
+"""How much smaller the gradients of a second step are, to see that they follow their scale."""
+
+
+@dataclass
+class FirstBatchAgain:
+    """Observe the first batch again. ``optimizer`` is None where nothing is trainable."""
+
+    subject: Subject
+    rank: Rank
+    data_parallel: tuple[int, int]
+    records: Mapping[str, Record]
+    optimizer: Optimizer | None
+    accumulation: Accumulation | None = None
+    unclipped: tuple[Comparison, ...] = ()
+    memory: StepMemory | None = None
+
+    def observe(self) -> None:
+        """Take all. Accumulated gradients, or those of the run for memory, give the saved optimizer its state."""
+        if self.optimizer is None:
+            self.memory = StepMemory(0)
+            return
+        self.accumulation = self._accumulate(self.optimizer)
+        self.unclipped = self._leave_unclipped(self.optimizer)
+        if self.memory is None:
+            self.memory = self._run_for_memory(self.optimizer)
+
+    def _accumulate(self, optimizer: Optimizer) -> Accumulation | None:
+        """Compare accumulated gradients."""
+        subject = self.subject
+        if not self.records or subject.train_step is not None:
+            return None
+        if problem := indivisible_batch(subject, self.data_parallel[1]):
+            return Accumulation(problem=problem)
+        if "accumulated" not in self.records:
+            return None  # nothing is trainable in the reference
+        early = self.run_micro_batches(optimizer)
+        if refused := finish_gradients(optimizer):
+            accumulated = Accumulation(refused=refused)
+        else:
+            gradients = gradients_of(subject.model)
+            compared = compare_gradients(gradients, self.records["accumulated"])
+            accumulated = Accumulation(compared, without_gradient(subject.model, gradients), early)
+        self._use_gradients(optimizer)
+        return accumulated
+
+    def run_micro_batches(self, optimizer: Optimizer) -> tuple[str, ...]:
+        """Accumulate gradients, and count what the backward of the first micro-batch keeps.
+
+        Return the parameters whose gradients were already reduced after it.
+        """
+        rounds = [[piece] for piece in micro_batches(self.data_parallel)]
+        run = partial(accumulate, self.subject, self.rank.device, rounds)
+        early, self.memory = observe_step_memory(self.subject, run)
+        if early is None:  # what refuses to be watched may well run
+            self._use_gradients(optimizer, whole=False)
+            early = run()
+        return early
+
+    def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
+        """Let the author's step train on the batch, so that clipping hides no wrong scale.
+
+        A step that refuses one more, as one with a schedule of its own may, is not observed.
+        """
+        subject, rank = self.subject, self.rank
+        if subject.train_step is None or subject.max_grad_norm is None or "accumulated" not in self.records:
+            return ()
+        seen = _Unclipped(subject.model, self.records["accumulated"])
+        beside: Beside = rank.state["beside"]
+        with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
+            for _ in range(2):
+                train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
+                seen.gradient_scale /= SCALING
+        reshard(subject.model)
+        return seen.gradients if seen.scaled else ()
+
+    def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
+        device = self.rank.device
+        rows = own_rows(global_batch(self.subject, 0), 0, self.data_parallel, device)
+        memory = memory_of(self.subject, rows, device)
+        self._use_gradients(optimizer, memory.kept is not None)
+        return memory
+
+    def _use_gradients(self, optimizer: Optimizer, whole: bool = True) -> None:
+        """Give the optimizer that is saved its state by the gradients, if they are ``whole``, and drop them."""
+        if whole:
+            make_optimizer_state(self.subject, self.rank)
+        optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
+        drop_gradients(self.subject.model)
+        reshard(self.subject.model)
+
+
+class _Unclipped(StepObserver):
+    """The gradients of a step that are too small to be clipped, compared with the reference's."""
+
+    gradient_scale = 2.0**-10  # a power of two, so that scaling rounds nothing
+
+    def __init__(self, model: Module, record: Record) -> None:
+        self._model = model
+        self._record = record
+        self.gradients: tuple[Comparison, ...] = ()
+        self.norms: list[float] = []
+
+    def after_backward(self, step: int) -> None:
+        parts = [(name, replace(part, local=local_part(part.local))) for name, part in gradients_of(self._model)]
+        self.norms.append(math.hypot(*(float(part.local.norm()) for _, part in parts)))
+        if not self.gradients:
+            whole = ((name, replace(part, local=part.local / self.gradient_scale)) for name, part in parts)
+            self.gradients = compare_gradients(whole, self._record)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients follow their scale, about as it changed between two steps, and so were not clipped.
+
+        The backward of some fused losses ignores its factor, and other code may compute gradients without a backward.
+        """
+        return len(self.norms) == 2 and self.norms[1] * SCALING**0.5 <= self.norms[0] <= self.norms[1] * SCALING**1.5

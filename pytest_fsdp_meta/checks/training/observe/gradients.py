@@ -1,0 +1,125 @@
+"""Read the gradients that a rank has after a backward, and their norm as gradient clipping computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from pytest_fsdp_meta.checks.values.observe import comparable, read_part
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.batches import calling_field
+from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.reference_record import Record
+from pytest_fsdp_meta.text import first_line
+
+LEFT_OVER = 0.05
+"""Fraction of the first gradient: what may remain when it is taken out of a gradient that contains it."""
+ADDED = 0.5
+"""Fraction of the first gradient by which a gradient that contains it differs at least from what it should be."""
+ClipGradNorm = Callable[[Iterable[Parameter], float], object]
+
+
+def gradients_of(model: Module) -> list[tuple[str, Part]]:
+    """Return this rank's part of every gradient, laid out like its parameter."""
+    parts = parts_of(model)
+    named = ((name, parts.gradient(name, tensor)) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    return [(name, part) for name, part in named if part is not None]
+
+
+def without_gradient(model: Module, gradients: Iterable[tuple[str, Part]]) -> tuple[str, ...]:
+    """Return the trainable parameters with a non-empty shard on this rank that are not among the ``gradients``."""
+    parts, known = parts_of(model), {name for name, _ in gradients}
+    trainable = ((name, t) for name, kind, t in named_tensors(model) if kind == "parameter" and t.requires_grad)
+    return tuple(name for name, t in trainable if name not in known and parts.of(name, t).local.numel())
+
+
+def contains(part: Part, name: str, first: Record, second: Record) -> bool:
+    """Return whether this gradient is the second step's plus all of the first's, as if it had not been zeroed."""
+    if not (name in first and name in second and first.shape(name) == second.shape(name) == part.shape):
+        return False
+    ours = comparable(local_part(part.local).cpu()).double()
+    old, new = (comparable(read_part(part, record, name)).double() for record in (first, second))
+    if not ours.numel() or not ours.shape == old.shape == new.shape:
+        return False
+    return bool((ours - new - old).norm() <= LEFT_OVER * old.norm() and (ours - new).norm() > ADDED * old.norm() > 0)
+
+
+def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None, str]:
+    """Return (the norm of all gradients, why there is none) and leave the gradients unchanged.
+
+    ``own`` is the author's function, which clips like ``clip_grad_norm_``; without it torch computes the norm.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if own is None and isinstance(model, FullyShardedDataParallel):
+        own = partial(_clip_fsdp1, model)
+    if own is not None:
+        return norm_by_clipping(model, own), ""
+    by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
+    if by:
+        return None, f"ranks hold parts of some gradients, as {by} says"
+    try:
+        with torch.no_grad():
+            # clip_grad_norm_ computes this norm and then scales the gradients by it.
+            return _as_number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
+    except Exception as error:  # torch raises many types for meshes or kinds of tensors that it cannot mix
+        return None, f"{type(error).__name__}: {first_line(error)}"
+
+
+def _clip_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: float) -> Tensor:
+    """Clip with FSDP1's own method: torch's function would take this rank's parts of flat parameters for all."""
+    return model.clip_grad_norm_(bound)
+
+
+def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float = 1.0) -> list[tuple[str, Part]]:
+    """Return copies of what the author's function leaves when it clips to ``bound``, divided by ``scale``.
+
+    The gradients themselves stay as they were.
+    """
+    with _kept_gradients(model) as parameters:
+        with calling_field("clip_grad_norm"):
+            clip(parameters, bound)
+        return [(name, replace(part, local=local_part(part.local) / scale)) for name, part in gradients_of(model)]
+
+
+def norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
+    """Return the norm that the author's function returns, and leave the gradients unchanged."""
+    with _kept_gradients(model) as parameters, calling_field("clip_grad_norm"):
+        norm = clip(parameters, float("inf"))
+    if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
+        return _as_number(norm)
+    shown = tuple(norm.shape) if isinstance(norm, Tensor) else type(norm).__name__
+    raise SubjectError("clip_grad_norm", f"it returned {shown}, but should return the norm before clipping, a number")
+
+
+@contextmanager
+def _kept_gradients(model: Module) -> Iterator[list[Parameter]]:
+    """Yield the parameters that have a gradient, and put all gradients back at the end, those of adapters as well."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    memory = [local_part(gradient) for _, gradient in kept if gradient is not None]
+    known = {local.data_ptr() for local in memory}
+    memory += [part.local for _, part in gradients_of(model) if part.local.data_ptr() not in known]  # an adapter's
+    copies = [(local, local.clone()) for local in memory]
+    try:
+        yield parameters
+    finally:
+        with torch.no_grad():
+            for local, before in copies:
+                local.copy_(before)
+        for parameter, gradient in kept:
+            parameter.grad = gradient  # the function may have replaced it
+
+
+def _as_number(norm: Tensor | float) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

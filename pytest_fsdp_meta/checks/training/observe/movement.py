@@ -1,0 +1,231 @@
+"""Observe how training steps moved this rank's shards, compared with how they should have moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
+from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
+from pytest_fsdp_meta.checks.values.observe import comparable, compare_measured, length, measure, read_part, whole_index
+from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.precision import is_low
+from pytest_fsdp_meta.ranks.reference_record import Record
+
+GRAINS = 8.0
+"""Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
+ROUNDING = 32.0
+"""Units in the last place of a typical gradient; a smaller gradient may be a zero with rounding errors."""
+
+DUE_BY = ("values", "gradients", "updated")
+"""The records that say how far the reference moved each element, and by which gradient."""
+
+DueElements = Callable[[str, Tensor, Part, Tensor], Tensor]
+"""Given a name, its parameter, this rank's part and that part before the steps, the mask of elements that must move."""
+
+
+def copy_shards(model: Module) -> dict[str, Tensor]:
+    """Return a copy, on the CPU, of this rank's shard of every trainable parameter."""
+    copies: dict[int, Tensor] = {}
+    shards, parts = {}, parts_of(model)
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and tensor.requires_grad and not tensor.is_meta:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = local_part(parts.of(name, tensor).local).to("cpu", copy=True)
+            shards[name] = copies[id(tensor)]
+    return shards
+
+
+def gradient_noise(model: Module) -> float:
+    """Return the size below which an element of the present gradients is rounding."""
+    # By address, so that a tied gradient counts once.
+    by_address = {g.local.data_ptr(): local_part(g.local) for _, g in gradients_of(model) if _readable(g.local)}
+    parts = list(by_address.values())
+    if not parts:
+        return 0.0
+    total = math.fsum(root_mean_square(part) ** 2 * part.numel() for part in parts)
+    coarsest = max(torch.finfo(part.dtype).eps for part in parts)
+    return ROUNDING * float(coarsest) * math.sqrt(total / sum(part.numel() for part in parts))
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Return the root mean square of this rank's elements; zero where there are none, or torch cannot read them."""
+    local = local_part(tensor)
+    if not _readable(local):
+        return 0.0
+    return length(comparable(local)) / math.sqrt(local.numel())
+
+
+def _readable(local: Tensor) -> bool:
+    return bool(local.numel() > 0 and local.layout == torch.strided)
+
+
+def due_by_reference(records: Mapping[str, Record], noise: float) -> DueElements:
+    """Return a function that requires an element to move where the reference's moved and had a gradient above noise."""
+    compared = [records[name] for name in DUE_BY]
+
+    def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
+        if not all(name in record and record.shape(name) == part.shape for record in compared):
+            return torch.zeros_like(before, dtype=torch.bool)
+        old, gradient, new = (read_part(part, record, name) for record in compared)
+        grain = torch.finfo(before.dtype).eps * torch.maximum(old.abs(), new.abs())
+        return ((new - old).abs() > GRAINS * grain) & (gradient.abs() > noise)
+
+    return due
+
+
+def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, noise: float) -> DueElements:
+    """Return a function that requires an element to move where its own gradient is above noise.
+
+    Used if there is no reference. Elements need not move if rounding may cancel their update: an
+    optimizer steps by its learning rate times the gradient, or times about one if it normalises the gradient.
+    """
+    rates = {id(p): _rate(group, 0.0) for group in optimizer.param_groups for p in group["params"]}
+
+    def due(name: str, tensor: Tensor, part: Part, before: Tensor) -> Tensor:
+        if name not in gradients or gradients[name].shape != before.shape:
+            return torch.zeros_like(before, dtype=torch.bool)
+        size = gradients[name].abs()
+        grain = torch.finfo(before.dtype).eps * before.abs()
+        return (size > noise) & (rates.get(id(tensor), 0.0) * size.clamp(max=1.0) > 2 * GRAINS * grain)
+
+    return due
+
+
+def _rate(group: Mapping[str, Any], default: float) -> float:
+    """Return the learning rate of a group; the default where the optimizer chooses its own."""
+    rate = group.get("lr")
+    return default if rate is None else float(rate)
+
+
+def moved_rows(model: Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each trainable parameter, a mask of the rows of this rank's shard that differ from ``before``."""
+    moved, parts = {}, parts_of(model)
+    for name, _, tensor in named_tensors(model):
+        if name in before and before[name].numel():
+            now = local_part(parts.of(name, tensor).local).cpu()
+            if now.shape == before[name].shape:
+                moved[name] = _any_by_row(now != before[name])
+    return moved
+
+
+def movements(
+    model: Module, before: Mapping[str, Tensor], due: DueElements, earlier: Mapping[str, Tensor]
+) -> tuple[Movement, ...]:
+    """Count, for each trainable parameter, the rows of this rank's shard that must move, and those that do not.
+
+    ``earlier`` are the rows that had moved after the first step: later steps may take a row back, bit for bit.
+    After the first tensor with a row that must move, a tensor whose rows all moved is not looked up: all count as due.
+    """
+    found, parts = list[Movement](), parts_of(model)
+    moved = moved_rows(model, before)  # without those whose layout training changed: there is nothing to compare with
+    for name, _, tensor in named_tensors(model):
+        if name not in moved:
+            continue
+        part, rows = parts.of(name, tensor), moved[name] | earlier.get(name, False)
+        # To read how the reference moved takes long, and where all rows moved none stands still.
+        known = bool(rows.all()) and any(movement.due for movement in found)
+        must = rows if known else _any_by_row(due(name, tensor, part, before[name]))
+        still = (must & ~rows).nonzero()
+        first = None
+        if len(still) and before[name].ndim:
+            first = whole_index(part, [int(still[0]), *[0] * (before[name].ndim - 1)])[0]
+        found.append(Movement(name, int(must.sum()), len(still), first))
+    return tuple(found)
+
+
+def swallowed(
+    model: Module,
+    before: Mapping[str, Tensor],
+    records: Mapping[str, Record],
+    noise: float,
+    optimizer: Optimizer,
+    earlier: Mapping[str, Tensor],
+) -> tuple[str, ...]:
+    """Return the parameters in a low precision that neither this rank nor the reference moved, despite gradients.
+
+    A learning rate of zero is not rounding, and gradients below ``noise`` are.
+    """
+    rates = {id(p): _rate(group, 1.0) for group in optimizer.param_groups for p in group["params"]}
+    parts, compared = parts_of(model), [records[name] for name in DUE_BY]
+    # Other state than that of torch's own optimizers may keep the update: float32 copies, or what rounding left over.
+    low = {
+        name: tensor
+        for name, _, tensor in named_tensors(model)
+        if is_low(tensor.dtype) and rates.get(id(tensor)) and not set(optimizer.state.get(tensor, {})) - MOMENTS
+    }
+    found = []
+    for name, moved in moved_rows(model, {name: old for name, old in before.items() if name in low}).items():
+        part = parts.of(name, low[name])
+        if moved.any() or (name in earlier and earlier[name].any()):
+            continue
+        if all(name in record and record.shape(name) == part.shape for record in compared):
+            old, gradient, new = (read_part(part, record, name) for record in compared)
+            if torch.equal(old, new) and bool((gradient.abs() > noise).any()):
+                found.append(name)
+    return tuple(found)
+
+
+MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"})
+"""The state of torch's own optimizers."""
+
+
+def _any_by_row(mask: Tensor) -> Tensor:
+    return mask.reshape(mask.shape[0] if mask.ndim else 1, -1).any(1)
+
+
+def compare_updates(
+    model: Module, before: Mapping[str, Tensor], values: Record, updated: Record
+) -> tuple[Comparison, ...]:
+    """Compare the parameters after the steps with the reference's; the measure is of how far each moved."""
+    comparisons, parts = [], parts_of(model)
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and name in updated and not tensor.is_meta:
+            part = parts.of(name, tensor)
+            measured = _measure_update(part, before[name], values, updated, name) if name in before else None
+            comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
+    return tuple(comparisons)
+
+
+def copy_beside(beside: Beside) -> dict[str, Tensor]:
+    """Return a copy, on the CPU, of this rank's part of each tensor beside the model that the reference has as well."""
+    return {name: local_part(part.local).to("cpu", copy=True) for name, part in beside.tensors()}
+
+
+def compare_beside(
+    beside: Beside, before: Mapping[str, Tensor], records: Mapping[str, Record]
+) -> tuple[Comparison, ...]:
+    """Compare what is kept beside the model with what the reference keeps; the measure is of how far it moved."""
+    if "updated_beside" not in records:
+        return ()
+    values, updated = records["beside"], records["updated_beside"]
+    comparisons = []
+    for name, part in beside.tensors():
+        if name in updated and not part.local.is_meta:
+            floating = name in before and part.local.is_floating_point()
+            measured = _measure_update(part, before[name], values, updated, name) if floating else None
+            comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
+    return tuple(comparisons)
+
+
+def _measure_update(part: Part, before: Tensor, values: Record, updated: Record, name: str) -> Measure | None:
+    if name not in values or not values.shape(name) == updated.shape(name) == part.shape:
+        return None
+    old, new = read_part(part, values, name), read_part(part, updated, name)
+    now = local_part(part.local).cpu()
+    if not now.numel() or not old.shape == new.shape == now.shape == before.shape:
+        return None
+    ours, theirs, since = comparable(now), comparable(new), (comparable(before), comparable(old))
+    grain = torch.finfo(now.dtype).eps * length(since[1])
+    return measure(ours, theirs, grain, since=since)

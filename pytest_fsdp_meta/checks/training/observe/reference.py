@@ -1,0 +1,376 @@
+"""Build, record and train the reference in a world of one rank.
+
+The first build runs under poison and shows which tensors the reference itself never writes; the second build is
+recorded. Tensors that differ between the two builds, and losses that differ between two trainings from the same
+weights, cannot serve as a reference; the facts say so. It trains a second time only if the ranks differ from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.memory.observe.step import memory_of
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.training.observe.accumulation import (
+    accumulate,
+    finish_gradients,
+    indivisible_batch,
+    micro_batches,
+    union_of_ranks,
+)
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, declare_beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
+from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm, gradients_of
+from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
+from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_buffers
+from pytest_fsdp_meta.checks.values.observe import own_values_of
+from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.assembly import put_together
+from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
+from pytest_fsdp_meta.ranks.optimizers import (
+    Rebuilding,
+    hooks_left_out,
+    make_optimizer,
+    settings_of,
+)
+from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
+from pytest_fsdp_meta.ranks.reference_record import (
+    STEP_GRADIENTS,
+    Record,
+    RecordWriter,
+    checkpoint_entries,
+    record_at,
+    without_repetition,
+    write_record,
+)
+from pytest_fsdp_meta.ranks.watching import takes_hooks
+from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
+
+
+def record_reference(
+    recipe: Mapping[str, bytes], frozen: Collection[str], attributes: tuple[str, ...], path: str
+) -> ReferenceFacts:
+    """Build the reference twice and record the second build: every parameter and every buffer, persistent or not.
+
+    The names that the subject declares ``frozen`` are frozen in the reference too, which is often just read from a
+    checkpoint and freezes nothing itself.
+    """
+    with poisoned_memory():
+        poisoned = _inventory(_build("reference", recipe), attributes)
+    model = _build("reference", recipe)
+    seed = torch.initial_seed()
+    for name, kind, tensor in named_tensors(model):
+        if kind == "parameter" and name in frozen:
+            tensor.requires_grad_(False)
+    doing("recording its values")
+    clean = _inventory(model, attributes)
+    write_record(Path(path), _tensors(model))
+    current().state["reference"] = model
+    return_freed_memory(current().device)
+    differing = {
+        name: facts
+        for name, facts in poisoned.by_name.items()
+        if name not in clean.by_name or clean.by_name[name].digest != facts.digest
+    }
+    uninitialised = tuple(name for name, facts in differing.items() if facts.poisoned)
+    return ReferenceFacts(
+        source="callable",
+        inventory=clean,
+        unstable=tuple(name for name in differing if name not in uninitialised),
+        uninitialised=uninitialised,
+        state_dict=tuple(model.state_dict()),
+        seed=seed,
+    )
+
+
+def adopt_values(
+    held_by_rank: Sequence[Mapping[str, PartFacts]], folder: str, attributes: tuple[str, ...]
+) -> RankInventory:
+    """Give the reference the values that each rank has recorded of its own; return its new inventory.
+
+    ``held_by_rank`` has what ``record_own_values`` returned. The record of the reference's values is replaced.
+    """
+    model = current().state["reference"]
+    tensors = dict(_tensors(model))
+
+    def start(name: str, *_: object) -> Tensor:
+        # A copy, because the tensor may be a transposed view, or repeat one row.
+        return tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    records = [Record(own_values_of(rank, folder)) for rank in range(len(held_by_rank))]
+    with torch.no_grad():
+        for name, whole in put_together(held_by_rank, records, start):
+            without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
+    write_record(record_at(folder, "values"), _tensors(model))
+    return _inventory(model, attributes)
+
+
+def train_reference(
+    recipe: Mapping[str, bytes], steps: int, folder: str, data_parallel_size: int, facts: ReferenceFacts
+) -> ReferenceFacts:
+    """Train the reference from the recorded values; return the facts with the results added.
+
+    Record in ``folder`` what ``RECORDS`` lists: gradients and parameters of the first steps, and the mean gradient
+    of the rounds of micro-batches of ``data_parallel_size`` ranks.
+    """
+    with RecordWriter() as writer:
+        trained = _train_and_record(recipe, steps, folder, data_parallel_size, facts, writer)
+    return_freed_memory(current().device)  # this world waits while others train
+    return trained
+
+
+def _train_and_record(
+    recipe: Mapping[str, bytes],
+    steps: int,
+    folder: str,
+    data_parallel_size: int,
+    facts: ReferenceFacts,
+    writer: RecordWriter,
+) -> ReferenceFacts:
+    rank = current()
+    subject = declared_subject(rank.state["reference"], recipe)
+    model, optimizer = subject.model, make_optimizer(subject)
+    clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
+    subject.clip_grad_norm = clipping.clip
+    settings = {} if optimizer is None else settings_of(optimizer, model)
+    beside = make_beside(subject, optimizer)
+    first = _RecordedSteps(model, steps, folder, clipping, writer)
+    first.record_beside("beside", beside)
+    # Where nothing is trainable there is no backward, but the ranks need empty records.
+    first.after_backward(0)
+    run = train(subject, rank.device, range(steps), (0, 1), optimizer, first, beside)
+    first.record_beside("updated_beside", beside)
+    after = _inventory(model, ())
+    first.record("updated", parameters_of(model))
+    first.record(LAST_BUFFERS, changed_buffers(model, Record(record_at(folder, "values"))))
+    if optimizer is not None and (
+        subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
+    ):
+        accumulate_as_ranks(subject, optimizer, data_parallel_size)
+        first.record("accumulated", whole_gradients(model))
+    left_out = hooks_left_out(subject)
+    memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
+    drop_gradients(model)
+    return replace(
+        facts,
+        losses=tuple(run.losses),
+        batches=tuple(run.batches),
+        gradients=first.sizes,
+        noise=first.noise,
+        norm=first.norm,
+        own_clipping=clipping.own,
+        clip_problem=clipping.problem,
+        after=after,
+        hooks_left_out=left_out,
+        settings=settings,
+        reached_later=tuple(first.reached_later),
+        idle=first.idle or (),
+        used=first.used,
+        rates=tuple(run.rates),
+        memory=memory,
+    )
+
+
+def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) -> tuple[float, ...]:
+    """Train the reference once more from the recorded values; return the losses."""
+    rank = current()
+    subject = declared_subject(rank.state["reference"], recipe)
+    restore(subject.model, Record(record_at(folder, "values")))
+    optimizer = make_optimizer(subject)
+    subject.clip_grad_norm = ReferenceClipping(recipe.get("clip_grad_norm"), subject.model, optimizer).clip
+    losses = train(subject, rank.device, range(steps), (0, 1), optimizer).losses
+    del optimizer, subject
+    return_freed_memory(rank.device)
+    return tuple(losses)
+
+
+def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:
+    """Accumulate the mean gradient of the first batch: over micro-batches, unless the author's step has its own."""
+    if subject.max_grad_norm is not None:
+        accumulate(subject, current().device, [[(0, 1)]])
+        return
+    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+    finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
+
+
+def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
+    """Observe the memory of a forward and a backward of the first micro-batch of each of ``size`` data-parallel ranks.
+
+    The ranks observe the same rows when they accumulate gradients.
+    """
+    if indivisible_batch(subject, size):
+        return ()  # the ranks say so
+    batch, device, found = global_batch(subject, 0), current().device, []
+    for index in range(size):
+        drop_gradients(subject.model)
+        rows = own_rows(batch, 0, micro_batches((index, size))[0], device)
+        found.append(memory_of(subject, rows, device))
+    return tuple(found)
+
+
+class _RecordedSteps(StepObserver):
+    """The gradients of the first two steps, with sizes and norm of the first, which is clipped too, and its weights."""
+
+    def __init__(
+        self, model: Module, steps: int, folder: str, clipping: ReferenceClipping, writer: RecordWriter
+    ) -> None:
+        self._model = model
+        self._writer = writer
+        self._clipping = clipping
+        self._steps = steps
+        self._folder = folder
+        self.sizes: dict[str, float] = {}
+        self.noise = 0.0
+        self.norm: float | None = None
+        self.reached_later: dict[str, None] = {}
+        self.idle: tuple[str, ...] | None = None
+        """The parameters of modules that did not run in the first step."""
+        self.used: tuple[str, ...] = ()
+        """The others, in the order of first use."""
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        if self.idle is not None:
+            return super().loss_of(subject, rows)
+        used: dict[int, int] = {}
+        """Identity of a parameter -> its place in the order of first use."""
+
+        def note(module: Module, _: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            # What takes no hooks counts as used with the module around it.
+            inside = (child.parameters() for child in module.children() if not takes_hooks(child))
+            for parameter in chain(module.parameters(recurse=False), *inside):
+                used.setdefault(id(parameter), len(used))
+
+        with ExitStack() as hooks:
+            for module in filter(takes_hooks, self._model.modules()):
+                hooks.callback(module.register_forward_pre_hook(note).remove)
+            loss = super().loss_of(subject, rows)
+        named = list(parameters_of(self._model))
+        self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
+        places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}
+        self.used = tuple(sorted(places, key=places.__getitem__))
+        return loss
+
+    def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._writer.write(record_at(self._folder, name), tensors)
+
+    def record_beside(self, name: str, beside: Beside) -> None:
+        if beside.compared:
+            self.record(name, ((entry, part.local) for entry, part in beside.tensors()))
+
+    def after_backward(self, step: int) -> None:
+        gradients = whole_gradients(self._model)
+        if step < len(STEP_GRADIENTS):
+            self.record(STEP_GRADIENTS[step], gradients)
+        if step == 0:
+            self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
+            self.noise = gradient_noise(self._model)
+            self.norm, _ = gradient_norm(self._model, None)
+            self._clipping.observe(self.norm, self._folder)
+        else:
+            unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
+            self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}
+
+    def after_update(self, step: int) -> None:
+        if step == 0:
+            self.record("first_updated", parameters_of(self._model))
+            self.record(FIRST_BUFFERS, changed_buffers(self._model, Record(record_at(self._folder, "values"))))
+        if step == self._steps - 2:
+            self.record("late", parameters_of(self._model))
+
+
+def parameters_of(model: Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+
+
+def whole_gradients(model: Module) -> list[tuple[str, Tensor]]:
+    """Return the gradients as tensors: in a world of one rank every part is whole."""
+    return [(name, part.local) for name, part in gradients_of(model)]
+
+
+def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
+    """Build the verifier and record its values."""
+    write_record(Path(path), _tensors(_build("verifier", recipe)))
+
+
+def checkpoint_facts(path: str) -> ReferenceFacts:
+    """Return the facts in the headers of a checkpoint directory, which do not distinguish parameters from buffers."""
+    tensors = tuple(
+        TensorFacts(name, "tensor", shape, shape, (), dtype, "disk")
+        for name, (shape, dtype) in checkpoint_entries(path).items()
+    )
+    names = tuple(tensor.name for tensor in tensors)
+    return ReferenceFacts("checkpoint", RankInventory(0, "disk", tensors), state_dict=names)
+
+
+def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
+    """Return which of the frozen names the verifier at ``path`` lacks; empty where it has all."""
+    known = Record(path).names()
+    for name, source in names.items():
+        if source not in known:
+            near = difflib.get_close_matches(source, known, n=1, cutoff=0.4)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            return str(SubjectError("frozen", f"the verifier has no tensor {source!r} (for {name!r}){hint}"))
+    return ""
+
+
+def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
+    torch.manual_seed(SEED)
+    doing(f"building the {field}")
+    build = pickle.loads(recipe[field])
+    with forward_warnings(NOTICES):
+        model = build()
+    restore_defaults()
+    if not isinstance(model, Module):
+        raise SubjectError(
+            field, f"the callable returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
+        )
+    meta = [name for name, tensor in _tensors(model) if local_part(tensor).is_meta]
+    if meta:
+        raise SubjectError(field, f"the callable built a model with {meta[0]!r} on meta; build it with real weights")
+    return model.to(current().device)
+
+
+def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
+    declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
+    if isinstance(declared["optimizer"], tuple):  # of PackedOptimizer
+        declared["optimizer"] = Rebuilding(declared["optimizer"], model)
+    subject = Subject(model, **declared)
+    subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it
+    declare_beside(subject, pickle.loads(recipe["scheduler"]), pickle.loads(recipe["beside"]))
+    return subject
+
+
+def _inventory(model: Module, attributes: tuple[str, ...]) -> RankInventory:
+    return take_inventory(model, 0, str(current().device), attributes)
+
+
+def _tensors(model: Module) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, _, tensor in named_tensors(model)]
+
+
+def restore(model: Module, record: Record) -> None:
+    with torch.no_grad():
+        for name, tensor in _tensors(model):
+            if name in record:
+                values = record.read_whole(name)
+                without_repetition(tensor).copy_(without_repetition(values, tensor))

@@ -1,0 +1,144 @@
+"""Train a model for some steps, and let an observer look at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
+from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.ranks.inventory import drop_gradients
+from pytest_fsdp_meta.ranks.reproducible import reproducible
+from pytest_fsdp_meta.worlds import SEED, doing
+
+
+@dataclass
+class TrainingRun:
+    """What ``train`` returns: one entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
+    """Digests of the global batches."""
+    labels: list[tuple[int, int]] = field(default_factory=list)
+    """Results of ``count_labels``."""
+    loss_dtype: str = ""
+    rates: list[tuple[float, ...]] = field(default_factory=list)
+    """The learning rate of each parameter group."""
+    backwards: list[int] = field(default_factory=list)
+
+
+class StepObserver:
+    """Looks at the steps of ``train``, numbered from 0; this one sees nothing.
+
+    If the author declares the whole step, ``during_forwards`` replaces ``loss_of``, and all gradients are multiplied by
+    ``gradient_scale``.
+    """
+
+    gradient_scale = 1.0
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for the forward, the backward and the optimizer's step."""
+        return nullcontext()
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        """Return the loss of these rows."""
+        return loss_of(subject, rows)
+
+    def during_forwards(self) -> AbstractContextManager[None]:
+        """Return a context for the author's step, with all its forwards."""
+        return nullcontext()
+
+    def after_backward(self, step: int) -> None:
+        """Look at the gradients that the optimizer steps with, before its step and its hooks."""
+
+    def after_update(self, step: int) -> None:
+        """Look at the parameters; the gradients are gone."""
+
+
+def train(
+    subject: Subject,
+    device: torch.device,
+    steps: Sequence[int],
+    data_parallel: tuple[int, int],
+    optimizer: Optimizer | None,
+    observer: StepObserver | None = None,
+    beside: Beside | None = None,
+    until_loss: bool = False,
+) -> TrainingRun:
+    """Train the ``steps`` with dropout off, reproducible arithmetic, and a seed per step.
+
+    ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
+    trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
+    the last step ends with its loss, unless it is the author's own.
+    """
+    model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
+    beside = beside or make_beside(subject, optimizer)
+    step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
+    model.eval()  # switches dropout off, including F.dropout(training=self.training)
+    drop_gradients(model)  # a loader may have run a warm-up backward
+    with reproducible(device):
+        for number, step in enumerate(steps):
+            doing(f"training step {number + 1} of {len(steps)}")
+            batch = global_batch(subject, step)
+            run.batches.append(batch_digest(batch))
+            rows = own_rows(batch, step, data_parallel, device)
+            run.labels.append(count_labels(rows))
+            run.rates.append(() if optimizer is None else rates_of(optimizer))
+            torch.manual_seed(SEED + step)
+            ended = until_loss and number == len(steps) - 1 and step_of is _plain_step
+            updating = None if ended else optimizer
+            with observer.around(number):
+                loss, backwards = step_of(subject, updating, rows, number, observer, beside)
+            run.backwards.append(backwards)
+            run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
+            run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
+            if updating is not None:
+                observer.after_update(number)
+                beside.after_step(subject)
+    if optimizer is not None and step_of is _author_step:
+        optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
+    return run
+
+
+def _plain_step(
+    subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver, _: Beside
+) -> tuple[Tensor, int]:
+    """Return the loss, and how many backwards ran."""
+    with torch.set_grad_enabled(optimizer is not None):
+        loss = observer.loss_of(subject, rows)
+    if optimizer is not None:
+        loss.backward()
+        if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
+            assert subject.clip_grad_norm is not None
+            gradients = [parameter for parameter in subject.model.parameters() if parameter.grad is not None]
+            subject.clip_grad_norm(gradients, subject.max_grad_norm)
+        observer.after_backward(number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach(), int(optimizer is not None)
+
+
+def _author_step(
+    subject: Subject,
+    optimizer: Optimizer | None,
+    rows: dict[str, Any],
+    number: int,
+    observer: StepObserver,
+    beside: Beside,
+) -> tuple[Tensor | float, int]:
+    assert optimizer is not None
+    handed = beside.arguments(subject, subject.train_step)
+    with observer.during_forwards():
+        look = partial(observer.after_backward, number)
+        scale = observer.gradient_scale
+        return run_author_step(subject, optimizer, rows, number, look, handed, gradient_scale=scale)

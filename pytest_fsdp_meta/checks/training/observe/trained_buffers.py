@@ -1,0 +1,129 @@
+"""Compare the persistent buffers that training changes with those of the reference after its own training.
+
+Non-persistent buffers are scratch memory of each rank, such as caches: a checkpoint leaves them out, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.values.observe import comparable, compare, length, measure, read_part
+from pytest_fsdp_meta.evidence import Comparison, Measure, TrainedBuffers
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.inventory import named_tensors, non_persistent
+from pytest_fsdp_meta.ranks.reference_record import Record, is_array
+from pytest_fsdp_meta.ranks.torch_private import is_replicated
+from pytest_fsdp_meta.ranks.watching import takes_hooks
+
+
+class BufferWatch:
+    """Watch the buffers of a rank's training steps."""
+
+    def __init__(self, model: Module, records: Mapping[str, Record]) -> None:
+        self._model = model
+        self._records = records
+        self._forwards = 0
+        self._first: tuple[Comparison, ...] = ()
+
+    @contextmanager
+    def counting_forwards(self) -> Iterator[None]:
+        """Count the forwards of the block: each updates statistics, and the reference runs one in a step."""
+
+        hooked = takes_hooks(self._model)
+
+        def count(module: Module, _: object) -> None:
+            self._forwards += hooked or module is self._model
+
+        handle = (self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook)(count)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def after_first_step(self) -> None:
+        self._first = compare_buffers(self._model, self._records, FIRST_BUFFERS)
+
+    def observed(self) -> TrainedBuffers:
+        """Return what was observed. Call this after the last step."""
+        last = compare_buffers(self._model, self._records, LAST_BUFFERS)
+        return TrainedBuffers(self._first, last, self._forwards, broadcast_buffers(self._model))
+
+
+def persistent_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of the buffers that a checkpoint contains."""
+    transient = non_persistent(model)
+    for name, kind, tensor in named_tensors(model):
+        if kind == "buffer" and name not in transient and not tensor.is_meta and is_array(tensor):
+            yield name, tensor
+
+
+def changed_buffers(model: Module, values: Record) -> list[tuple[str, Tensor]]:
+    """Return the persistent buffers of the reference that differ from its recorded ``values``."""
+    return [
+        (name, tensor)
+        for name, tensor in persistent_buffers(model)
+        if name in values and not _equal(local_part(tensor).cpu(), values.read_whole(name))
+    ]
+
+
+def compare_buffers(model: Module, records: Mapping[str, Record], after: str) -> tuple[Comparison, ...]:
+    """Compare those that changed here or in the reference; the measure is of how far each moved.
+
+    ``after`` is the record that the reference wrote at the same time, of those that it changed.
+    """
+    if after not in records:
+        return ()
+    parts, values, updated = parts_of(model), records["values"], records[after]
+    found = []
+    for name, tensor in persistent_buffers(model):
+        source = updated if name in updated else values
+        if name not in values:
+            continue
+        part = parts.of(name, tensor)
+        comparison = compare(name, part, source, name)
+        if comparison.problem is None and (source is updated or not comparison.equal):
+            found.append(replace(comparison, measure=_measure_movement(part, values, source, name)))
+    return tuple(found)
+
+
+def _measure_movement(part: Part, values: Record, updated: Record, name: str) -> Measure | None:
+    now = local_part(part.local).cpu()
+    old, new = (comparable(read_part(part, record, name)) for record in (values, updated))
+    ours = comparable(now)
+    if not now.numel() or not old.shape == new.shape == ours.shape:
+        return None
+    exact = not (now.dtype.is_floating_point or now.dtype.is_complex)
+    grain = 0.0 if exact else torch.finfo(now.dtype).eps * max(length(old), length(new))
+    return measure(ours, new, grain, elements=now.numel(), since=(old, old))
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    ours, theirs = comparable(ours), comparable(theirs)
+    return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+
+
+def broadcast_buffers(model: Module) -> tuple[str, ...]:
+    """Return the buffers that DDP overwrites with those of one rank before each forward.
+
+    ``replicate()`` does so where it is DDP without a wrapper; where it is FSDP2, it does not.
+    """
+    holders = [
+        module
+        for module in model.modules()
+        if (isinstance(module, DistributedDataParallel) and module.broadcast_buffers)
+        or (is_replicated(module) and not isinstance(module, FSDPModule))
+    ]
+    held = {id(buffer) for module in holders for buffer in module.buffers()}
+    return tuple(name for name, kind, tensor in named_tensors(model) if kind == "buffer" and id(tensor) in held)

@@ -1,0 +1,260 @@
+"""Train a few steps on this rank, and observe losses, gradients and what the steps changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.collectives.observe.step import watching_step
+from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
+from pytest_fsdp_meta.checks.random_numbers.observe.draws import DrawsInEvaluation
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
+from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
+from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
+from pytest_fsdp_meta.checks.training.observe.gradients import (
+    ADDED,
+    contains,
+    gradient_norm,
+    gradients_of,
+    without_gradient,
+)
+from pytest_fsdp_meta.checks.training.observe.movement import (
+    compare_beside,
+    compare_updates,
+    copy_beside,
+    copy_shards,
+    due_by_gradients,
+    due_by_reference,
+    gradient_noise,
+    moved_rows,
+    movements,
+    swallowed,
+)
+from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
+from pytest_fsdp_meta.checks.values.observe import compare_gradients
+from pytest_fsdp_meta.evidence import (
+    Clipping,
+    Comparison,
+    Movement,
+    OwnClipping,
+    RankTraining,
+    SecondStep,
+)
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.batches import batch_slice
+from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
+from pytest_fsdp_meta.ranks.precision import is_low
+from pytest_fsdp_meta.ranks.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
+from pytest_fsdp_meta.worlds import Rank, current
+
+
+def observe_training(
+    steps: int,
+    records_folder: str | None = None,
+    noise: float = 0.0,
+    norm: float | None = None,
+    own_clipping: OwnClipping | None = None,
+) -> RankTraining:
+    """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
+
+    ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
+    elements of the reference's gradients than ``noise`` are rounding errors, ``norm`` is their norm, and
+    ``own_clipping`` says what the author's function did to them. The rank's state keeps the "optimizer", and what is
+    "beside" it, for observers that continue the training.
+    """
+    rank = current()
+    subject = loaded_subject(rank)
+    data_parallel = batch_slice(subject, rank)
+    optimizer = make_optimizer(subject)
+    seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping))
+    held = None if optimizer is None else optimizer_facts(optimizer, subject)
+    seen.beside = beside = make_beside(subject, optimizer)
+    kept = copy_beside(beside) if "updated_beside" in seen.records else {}
+    run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
+    reshard(subject.model)
+    # Before the accumulation, whose forwards and steps change both again.
+    buffers, averages = seen.buffers.observed(), compare_beside(beside, kept, seen.records)
+    updates, moved = seen.updates("updated"), seen.movements(optimizer, noise)
+    swallowed_updates = seen.swallowed(optimizer, noise)
+    seen.before.clear()  # what follows needs the memory
+    rank.state.update(optimizer=optimizer, beside=beside)
+    after = take_inventory(subject.model, rank.rank, str(rank.device))
+    again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
+    again.observe()
+    assert again.memory is not None
+    return RankTraining(
+        losses=tuple(run.losses),
+        loss_dtype=run.loss_dtype,
+        batches=tuple(run.batches),
+        backwards=tuple(run.backwards),
+        data_parallel=data_parallel,
+        gradients=seen.gradients,
+        parameters=updates,
+        unreduced=_is_unreduced(subject.model),
+        labels=tuple(run.labels),
+        without_gradient=seen.without_gradient,
+        norm=seen.norm,
+        norm_problem=seen.norm_problem,
+        after=after,
+        optimizer=held,
+        movements=moved,
+        accumulation=again.accumulation,
+        unclipped=again.unclipped,
+        clipped=seen.clipped,
+        second=seen.second,
+        late=seen.late,
+        swallowed=swallowed_updates,
+        forward=seen.weights.observed(),
+        rates=tuple(run.rates),
+        beside=averages,
+        draws_in_evaluation=seen.draws.modules,
+        buffers=buffers,
+        memory=again.memory,
+    )
+
+
+class _RankSteps(StepObserver):
+    """Observe the gradients of the first two steps, what clipping leaves of the first, and what steps change."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        rank: Rank,
+        steps: int,
+        records: Mapping[str, Record],
+        clipping: tuple[float | None, OwnClipping | None],
+    ) -> None:
+        self.records = records
+        self.gradients: tuple[Comparison, ...] = ()
+        self.without_gradient: tuple[str, ...] = ()
+        self.norm: float | None = None
+        self.norm_problem = ""
+        self.clipped: Clipping | None = None
+        self.second: SecondStep | None = None
+        self._clipping = clipping
+        """The norm of the reference's gradients, and what the author's function did to them."""
+        self._subject = subject
+        self._model = subject.model
+        self.late: tuple[Comparison, ...] = ()
+        self.weights = WeightWatch(subject.model)
+        self.draws = DrawsInEvaluation(subject.model, rank.device)
+        self.buffers = BufferWatch(subject.model, records)
+        self._steps = steps
+        self._rank = rank
+        self.before = copy_shards(subject.model)
+        self._own_gradients: dict[str, Tensor] = {}
+        """Copies on the CPU, made only if there is no reference to compare with."""
+        self._own_noise = 0.0
+        self.beside = Beside()
+        self._moved: dict[str, Tensor] = {}
+        self._first_updates: tuple[Comparison, ...] = ()
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        with watching_step(self._rank, self._model, self._steps, step), self.draws.around(step):
+            yield
+
+    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
+        return self.weights.loss_of(subject, rows)
+
+    @contextmanager
+    def during_forwards(self) -> Iterator[None]:
+        with self.weights.next_step(), self.buffers.counting_forwards():
+            yield
+
+    def after_backward(self, step: int) -> None:
+        if step == 0:
+            self._observe_first_gradients()
+        elif step == 1 and "second_gradients" in self.records:
+            self._observe_second_gradients()
+
+    def after_update(self, step: int) -> None:
+        if step == 0:
+            self._moved = moved_rows(self._model, self.before)
+            self._first_updates = self.updates("first_updated")
+            self.buffers.after_first_step()
+        if step == self._steps - 2:
+            self.late = self.updates("late")
+
+    def updates(self, record: str) -> tuple[Comparison, ...]:
+        """Compare the parameters, and how far they have moved, with the reference's in this record."""
+        if record not in self.records:
+            return ()
+        return compare_updates(self._model, self.before, self.records["values"], self.records[record])
+
+    def movements(self, optimizer: Optimizer | None, reference_noise: float) -> tuple[Movement, ...]:
+        """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
+        if optimizer is None:
+            return ()
+        if self.records:
+            due = due_by_reference(self.records, reference_noise)
+        else:
+            due = due_by_gradients(self._own_gradients, optimizer, self._own_noise)
+        return movements(self._model, self.before, due, self._moved)
+
+    def swallowed(self, optimizer: Optimizer | None, noise: float) -> tuple[str, ...]:
+        if optimizer is None or not self.records:
+            return ()
+        copied = [
+            name for name, value in self.beside.entries() if isinstance(value, Tensor) and not is_low(value.dtype)
+        ]
+        found = swallowed(self._model, self.before, self.records, noise, optimizer, self._moved)
+        # Copies in float32 beside the model keep what rounding takes away.
+        return tuple(name for name in found if not any(entry.endswith(f".{name}") for entry in copied))
+
+    def _observe_first_gradients(self) -> None:
+        gradients = gradients_of(self._model)
+        self.without_gradient = without_gradient(self._model, gradients)
+        self.norm, self.norm_problem = gradient_norm(self._model, self._subject.clip_grad_norm)
+        if self.records:
+            self.gradients = compare_gradients(gradients, self.records["gradients"])
+            self.clipped = self._clip()
+        else:
+            self._own_gradients = {name: local_part(part.local).to("cpu", copy=True) for name, part in gradients}
+            self._own_noise = gradient_noise(self._model)
+
+    def _clip(self) -> Clipping | None:
+        clip, (norm, own) = self._subject.clip_grad_norm, self._clipping
+        if clip is None or not norm:
+            return None
+        return clip_on_rank(self._model, clip, (norm, self.norm), own, self.records)
+
+    def _observe_second_gradients(self) -> None:
+        gradients, (first, second) = gradients_of(self._model), (self.records[name] for name in STEP_GRADIENTS)
+        comparisons = compare_gradients(gradients, second)
+        sizes = {c.name: c.measure.truth for c in self.gradients if c.measure is not None}
+        measured = ((c.name, c.measure.apart) for c in comparisons if c.measure is not None)
+        off = {name for name, apart in measured if apart > ADDED * sizes.get(name, 0.0)}
+        left_over = tuple(name for name, part in gradients if name in off and contains(part, name, first, second))
+        self.second = SecondStep(
+            parameters=self._first_updates,
+            gradients=comparisons,
+            without_gradient=without_gradient(self._model, gradients),
+            left_over=left_over,
+        )
+
+
+def _open_records(folder: str | None) -> dict[str, Record]:
+    if folder is None:
+        return {}
+    files = {name: record_at(folder, name) for name in RECORDS}
+    return {name: Record(file) for name, file in files.items() if file.exists()}
+
+
+def _is_unreduced(model: Module) -> bool:
+    """Return whether nothing reduces gradients: every parameter is a plain tensor and no DDP wraps the model."""
+    parts = parts_of(model)
+    plain = not any(isinstance(p, DTensor) or parts.of(name, p).by for name, _, p in named_tensors(model))
+    return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())

@@ -1,0 +1,1 @@
+"""Tied weights stay tied."""

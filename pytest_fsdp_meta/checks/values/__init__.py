@@ -1,0 +1,1 @@
+"""Shards equal their slices of the reference, and replicas equal each other."""

@@ -1,0 +1,256 @@
+"""Check that every shard equals its slice of the reference, and frozen weights those of the verifier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources
+from pytest_fsdp_meta.judging.causes import (
+    ROUNDING,
+    SWAPPED,
+    Cases,
+    explain_pattern,
+    find_swapped,
+    is_zero,
+)
+from pytest_fsdp_meta.judging.expectations import is_whole
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import check
+from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.text import first_of
+
+BASIC = (
+    "same_manifest_on_every_rank",
+    "names_match_reference",
+    "shapes_match_reference",
+    "collectives_match_on_every_rank",
+    "no_meta_params",
+    "no_meta_buffers",
+    "no_uninitialized_memory",
+    "managed_params_are_registered",
+    "shards_tile_the_tensor",
+)
+REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference", "the verifier"
+"""What tensors are compared with, as messages name it: a shard, a whole tensor, a frozen one."""
+
+
+@check(
+    promise="every parameter shard is bit-identical to the reference's slice (within rounding if the loader casts)",
+    family="values",
+    needs=["inventory", "reference", "values"],
+    after=[*BASIC, "replicas_equal"],
+    why="A model with weights that were not loaded, or loaded into the wrong place, still trains.",
+    cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
+    "or was initialised again after loading",
+    remedy="load by name and fail on missing and unexpected keys; initialise before loading, never after",
+    references=["NVIDIA-NeMo/Automodel#3597", "huggingface/transformers#46620", "speculators 0.4.0"],
+)
+def params_equal_reference(view: View) -> Iterable[Finding]:
+    # frozen_weights_equal_verifier judges frozen tensors.
+    names = view.names("parameter", but=frozen_names(view))
+    yield from _missing(view, "parameter")
+    yield from _differences(view, names, view.evidence.values)
+
+
+@check(
+    promise="every buffer, persistent or not, equals the reference's buffer on every rank",
+    family="values",
+    needs=["inventory", "reference", "values"],
+    after=[*BASIC, "replicas_equal"],
+    why="Wrong rotary frequencies or masks still give a finite loss.",
+    cause="the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype",
+    remedy="recompute buffers on every rank from the config, in the reference's dtype",
+    references=[
+        "huggingface/transformers#45902",
+        "huggingface/transformers#48892",
+        "hiyouga/LLaMA-Factory#10236",
+        "hiyouga/LLaMA-Factory#10820",
+        "LLaMA-Factory 0.9.5",
+    ],
+)
+def buffers_equal_reference(view: View) -> Iterable[Finding]:
+    names = view.names("buffer", but=frozen_names(view))
+    yield from _missing(view, "buffer")
+    yield from _differences(view, names, view.evidence.values)
+    if not view.reference.complete:
+        known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
+        transient = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.persistent}
+        unknown = [name for name in names if name in transient - known]
+        if unknown:
+            raise NotJudged(
+                f"a checkpoint does not contain non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
+                "their values cannot be compared; declare Subject(reference=<callable>)"
+            )
+
+
+@check(
+    promise="frozen weights equal the verifier's tensors that they were copied from",
+    family="values",
+    needs=["inventory", "verifier"],
+    after=[*BASIC, "replicas_equal"],
+    why="A frozen weight is never trained, so an error in loading it is permanent.",
+    cause="it was initialised again after loading, or never loaded",
+    remedy="load frozen weights last, and do not call init_weights() on modules that are frozen or already loaded",
+    references=["vllm-project/speculators#314", "vllm-project/speculators#452"],
+)
+def frozen_weights_equal_verifier(view: View) -> Iterable[Finding]:
+    sources = view.evidence.subject.frozen
+    names = view.names("parameter", "buffer", only=frozen_names(view))
+    yield from _differences(view, names, view.evidence.verifier, VERIFIER, sources)
+
+
+def frozen_names(view: View) -> set[str]:
+    """Return the tensors to compare with the verifier: those declared frozen, otherwise those the reference freezes.
+
+    Empty if the reference serves as the verifier and that comparison is unavailable, or if it is not selected:
+    ``params_equal_reference`` and ``buffers_equal_reference`` then compare frozen tensors too.
+    """
+    subject, reference = view.evidence.subject, view.evidence.reference
+    if "frozen_weights_equal_verifier" not in view.selection:
+        return set()
+    if "verifier" in view.evidence.unavailable and "verifier" not in subject.declared:
+        return set()
+    return set(frozen_sources(subject, reference))
+
+
+def _missing(view: View, kind: str) -> Iterator[Finding]:
+    """Report tensors of the reference that ranks do not have, unless a more basic check is selected that does."""
+    inventory = view.evidence.inventory
+    for name, tensor in view.reference_inventory.by_name.items():
+        ranks = tuple(rank.rank for rank in inventory if name not in rank.by_name)
+        basic = "names_match_reference" if len(ranks) == len(inventory) else "same_manifest_on_every_rank"
+        of_kind = tensor.kind == kind or (tensor.kind == "tensor" and kind == "parameter")  # "tensor": a checkpoint's
+        if ranks and of_kind and basic not in view.selection and name not in view.on_some_ranks:
+            yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
+
+
+def _on_meta(view: View, names: Collection[str], source: str) -> Iterator[Finding]:
+    """Report tensors without values; they are left out before if a check that reports them is selected."""
+    for name in names:
+        ranks = tuple(
+            rank.rank for rank in view.evidence.inventory if name in rank.by_name and rank.by_name[name].on_meta
+        )
+        if ranks:
+            yield Finding(name, ranks, "no values: it is on meta", f"the values of {source}", **_ABSENT)
+
+
+def _differences(
+    view: View,
+    names: Collection[str],
+    comparisons: tuple[tuple[Comparison, ...], ...] | None,
+    source: str = REFERENCE,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Finding]:
+    """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
+    on_meta = list(_on_meta(view, names, source))
+    yield from on_meta
+    without_values = {finding.tensor for finding in on_meta}
+    unusable = _unusable(view, source)
+    unstable: list[str] = []
+    found = view.comparisons(comparisons, names)
+    drawn = {name: found.pop(name, []) for name in names if name in view.evidence.subject.drawn}
+    for name, pairs in drawn.items():
+        yield from _not_finite(name, pairs)
+    swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
+    for name, pairs in found.items():
+        original = renamed.get(name, name)
+        if original in unusable:
+            unstable.append(original)
+        else:
+            compared_with = source if original == name else f"{source}'s {original}"
+            yield from _difference(view, name, pairs, compared_with, swapped)
+    if unstable:
+        raise Unjudgeable(
+            f"the reference is not reproducible: it {unusable[unstable[0]]} ({first_of(unstable)}); make it build the "
+            "same model every time"
+        )
+    not_compared = [
+        name
+        for name in names
+        if name not in {*found, *drawn, *without_values}
+        and (source == VERIFIER or name in view.reference_inventory.by_name)
+    ]
+    if not_compared:
+        raise PartlyJudged(
+            f"{first_of(not_compared)} could not be compared: torch cannot slice it (quantized, sparse, nested, or a "
+            "tensor subclass)"
+        )
+
+
+def _not_finite(name: str, pairs: Cases) -> Iterator[Finding]:
+    """Report the ranks that drew infinite or NaN values; finite ones need not equal the reference's."""
+    wrong = tuple(rank for rank, c in pairs if c.measure is not None and not math.isfinite(c.measure.actual))
+    if wrong:
+        yield Finding(name, wrong, "values that are infinite or NaN", "finite: it is declared drawn", **_DRAWN_WRONG)
+
+
+def _unusable(view: View, source: str) -> dict[str, str]:
+    """Return the tensors of the reference that nothing can be compared with, mapped to the reason."""
+    reference = view.evidence.reference
+    if reference is None or (source == VERIFIER and "verifier" in view.evidence.subject.declared):
+        return {}
+    unusable = dict.fromkeys(reference.unstable, "has other bits each time it is built")
+    return unusable | dict.fromkeys(reference.uninitialised, "never writes the tensor")
+
+
+def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the ranks that differ in one tensor; ``swapped`` maps tensors to those whose values they hold."""
+    tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
+    wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
+    zeros = [rank for rank, c in wrong if is_zero(c)]
+    by_problem: dict[tuple[str | None, str, bool], list[tuple[int, Comparison]]] = {}
+    for rank, c in wrong:
+        by_problem.setdefault((c.problem, c.should_be, rank in zeros), []).append((rank, c))
+    for (problem, should_be, zero), cases in by_problem.items():
+        ranks = tuple(rank for rank, _ in cases)
+        if problem is not None:
+            local = problem.startswith("local shape") and tensor.sharded_by
+            yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
+        else:
+            other = swapped.get(name, "")
+            detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
+            # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
+            comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
+            explanation = SWAPPED if other else explain_pattern(tensor, cases, comparable)
+            compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
+            yield Finding(name, ranks, f"values that differ from {compared_with}", "", detail, **explanation)
+
+
+_ABSENT: Explanation = {
+    "cause": "it was not created or not materialised, so nothing was loaded into it",
+    "remedy": "select names_match_reference, no_meta_params and no_meta_buffers as well, which say more",
+}
+_DRAWN_WRONG: Explanation = {
+    "cause": "it was drawn from a distribution with wrong limits, or scaled by a size that is zero on this rank or on "
+    "meta",
+    "remedy": "take the sizes from the whole parameter, not from the local shard, and initialise after to_empty()",
+}
+_SHAPE: Explanation = {
+    "cause": "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",
+    "remedy": "copy the frozen weights from the model they belong to, or map the names: "
+    "Subject(frozen={name: name in the verifier})",
+}
+_ADAPTED: Explanation = {
+    "cause": "the adapter describes another part of the tensor than the rank holds",
+    "remedy": "compare the start, ranges and shape of the Part with the part that the rank holds",
+}
+
+
+def _rounded(comparison: Comparison, dtype: str) -> bool:
+    return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
+
+
+def describe_difference(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:
+    """Describe the largest difference among the ranks, and where it first occurs."""
+    rank, worst = max(cases, key=lambda case: case[1].max_abs)
+    if not worst.index:
+        return f"{worst.actual:.6g} on rank {rank}, but should be {worst.expected:.6g}"
+    index = ", ".join(map(str, worst.index))
+    differing = "all" if worst.differing == worst.elements else f"{worst.differing} of {worst.elements}"
+    what = "tensor" if is_whole(tensor) else "shard"
+    return (
+        f"{differing} elements of rank {rank}'s {what} differ, first at [{index}]: {worst.actual:.6g}, but should be "
+        f"{worst.expected:.6g}; largest difference {worst.max_abs:.3g}"
+    )

@@ -1,0 +1,244 @@
+"""Compare this rank's own shards with the same slices of the reference, without gathering anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, smallest
+from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts
+from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.assembly import record_parts
+from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.reference_record import Record, global_index, record_at
+from pytest_fsdp_meta.worlds import current, doing
+
+SLICE = 2**15
+"""Elements that are computed at a time: float64 copies of so many fit into a core's cache, and malloc keeps them."""
+
+
+def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
+    """Compare this rank's subject with the record or checkpoint at ``path``.
+
+    ``names``, where given, limits the comparison to these tensors and maps each to its name at ``path``.
+    """
+    doing("comparing values")
+    model = loaded_subject(current()).model
+    parts = parts_of(model)
+    tensors = ((n, parts.of(n, tensor)) for n, _, tensor in named_tensors(model) if names is None or n in names)
+    label = "the reference" if names is None else "the verifier"
+    return compare_all(tensors, Record(path, label), names)
+
+
+def record_own_values(names: Sequence[str], folder: str) -> dict[str, PartFacts]:
+    """Record this rank's parts of these tensors in ``folder``; return where they lie in the whole tensors."""
+    rank = current()
+    model = loaded_subject(rank).model
+    parts = parts_of(model)
+    found = ((name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model) if name in names)
+    own = {name: part for name, part in found if part.local.numel()}
+    return record_parts(own, own_values_of(rank.rank, folder))
+
+
+def own_values_of(rank: int, folder: str) -> Path:
+    return record_at(folder, f"own{rank}")
+
+
+def compare_all(
+    parts: Iterable[tuple[str, Part]], reference: Record, names: Mapping[str, str] | None = None
+) -> tuple[Comparison, ...]:
+    """Compare this rank's part of each tensor that the reference has; ``names`` maps to the names in the reference."""
+    comparisons = []
+    for name, part in parts:
+        recorded = name if names is None else names[name]
+        if recorded in reference and not part.local.is_meta:
+            comparisons.append(compare(name, part, reference, recorded, measuring=True))
+    return tuple(comparisons)
+
+
+def compare(name: str, part: Part, reference: Record, recorded: str, measuring: bool = False) -> Comparison:
+    """Compare a part of a tensor with the same part of the tensor ``recorded`` in the reference.
+
+    If ``measuring``, a comparison that differs has a ``measure``.
+    """
+    actual = local_part(part.local)
+    expected_shape = reference.shape(recorded)
+    if part.shape != expected_shape:
+        should_be = f"{expected_shape}, as in {reference.label}"
+        return Comparison(name, False, problem=f"shape {part.shape}", should_be=should_be)
+    implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
+    if implied != tuple(actual.shape):
+        source = f"{part.by} says" if part.by else "its placements imply"
+        return Comparison(
+            name, False, problem=f"local shape {tuple(actual.shape)}", should_be=f"{implied}, as {source}"
+        )
+    if not actual.numel():
+        return Comparison(name, True)
+    return _compare(name, actual, read_part(part, reference, recorded), part, measuring)
+
+
+def compare_gradients(parts: Iterable[tuple[str, Part]], reference: Record) -> tuple[Comparison, ...]:
+    """Compare and measure each gradient that the reference has."""
+    found = ((name, part, _measure_gradient(name, part, reference)) for name, part in parts if name in reference)
+    return tuple(
+        compare_measured(name, part, reference, GRADIENT_TOLERANCE, measured) for name, part, measured in found
+    )
+
+
+def _measure_gradient(name: str, part: Part, reference: Record) -> Measure | None:
+    local = local_part(part.local).cpu()
+    if not local.numel() or part.shape != reference.shape(name):
+        return None
+    expected = read_part(part, reference, name)
+    if expected.shape != local.shape:
+        return None
+    return measure(comparable(local), comparable(expected), elements=local.numel())
+
+
+def compare_measured(
+    name: str, part: Part, reference: Record, tolerance: Mapping[str, float], measured: Measure | None
+) -> Comparison:
+    """Compare a part with the same part of the reference, whose distance is already ``measured``.
+
+    Within the smallest ``tolerance``, no check reports a difference, so its details are not looked for.
+    """
+    if measured is not None:
+        least = smallest(tolerance, {str(part.local.dtype).removeprefix("torch.")})
+        if measured.apart <= least * measured.truth:
+            return Comparison(name, measured.apart == 0.0, elements=measured.elements, measure=measured)
+    comparison = compare(name, part, reference, name)
+    return comparison if comparison.problem is not None else replace(comparison, measure=measured)
+
+
+def read_part(part: Part, record: Record, name: str) -> Tensor:
+    """Read the elements of the recorded tensor that the ``part`` covers; the shapes differ where the tensors' do."""
+    return record.read_run(name, part.regions[0]) if part.flat else record.read(name, part.regions)
+
+
+def length(tensor: Tensor) -> float:
+    """Return the Euclidean norm, computed in float64."""
+    square = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for part in tensor.flatten().split(SLICE if tensor.device.type == "cpu" else max(tensor.numel(), 1)):
+        exact = part.double()
+        square += exact.dot(exact)
+    return math.sqrt(float(square))
+
+
+def measure(
+    actual: Tensor,
+    expected: Tensor,
+    grain: float = 0.0,
+    elements: int | None = None,
+    since: tuple[Tensor, Tensor] | None = None,
+) -> Measure:
+    """Measure both tensors as vectors; ``elements`` is their number where it is not that of the vectors.
+
+    With ``since``, what both were before, their changes are measured. Slices are computed in float64 one after the
+    other, because copies of large tensors take more time and memory than the sums.
+    """
+    vectors = [tensor.flatten() for tensor in (actual, expected, *(since or ()))]
+    sums = torch.zeros(4, dtype=torch.float64, device=actual.device)
+    for start in range(0, vectors[0].numel(), SLICE):
+        ours, theirs, *before = (vector[start : start + SLICE].double() for vector in vectors)
+        if before:  # not in place: in float64 these are the tensors themselves
+            ours, theirs = ours - before[0], theirs - before[1]
+        apart = ours - theirs
+        sums += torch.stack([ours.dot(ours), theirs.dot(theirs), apart.dot(apart), ours.dot(theirs)])
+    actual_square, truth_square, apart_square, dot = sums.tolist()
+    return Measure(
+        actual=math.sqrt(actual_square),
+        truth=math.sqrt(truth_square),
+        apart=math.sqrt(apart_square),
+        dot=dot,
+        elements=vectors[0].numel() if elements is None else elements,
+        grain=grain,
+    )
+
+
+def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring: bool) -> Comparison:
+    """Compare on the CPU, in the shard's own dtype, with NaN equal to NaN; only distances are computed in float64.
+
+    The reference is read to the CPU anyway, and the CPU supports more dtypes than other devices.
+    """
+    cast = expected.dtype != actual.dtype
+    ours, theirs = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
+    if torch.equal(ours, theirs):  # the usual case, and it needs no mask as large as the shard
+        return Comparison(name, True, elements=actual.numel(), cast=cast)
+    differs = differing(ours, theirs)
+    if not differs.any():
+        return Comparison(name, True, elements=actual.numel(), cast=cast)
+    first = tuple(int(i) for i in differs.nonzero()[0])
+    rounded, varied = _rounding(ours, theirs, differs)
+    # Different integers differ by at least one, but large ones may be equal in float64.
+    least = 0.0 if ours.is_floating_point() else 1.0
+    ours, theirs = ours.double(), theirs.double()
+    distance = torch.where(differs, (ours - theirs).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
+    size = theirs.abs()
+    if actual.is_complex():  # real and imaginary part are one element
+        distance, size = distance.norm(dim=-1), size.norm(dim=-1)
+    relative = distance / size.clamp_min(torch.finfo(torch.float32).tiny)
+    return Comparison(
+        name,
+        False,
+        elements=actual.numel(),
+        differing=int((distance > 0).sum()),
+        max_abs=float(distance.max()),
+        max_rel=float(relative.max()),
+        index=whole_index(part, first[: actual.ndim]),
+        expected=float(theirs[first]),
+        actual=float(ours[first]),
+        cast=cast,
+        measure=measure(ours, theirs, elements=actual.numel()) if measuring else None,
+        rounded=rounded,
+        varied=varied,
+    )
+
+
+def _rounding(actual: Tensor, expected: Tensor, differs: Tensor) -> tuple[str, bool]:
+    """Return the dtype through which rounding ``expected`` gives ``actual``, and whether that has several values."""
+    if actual.dtype in (torch.float32, torch.float64):  # torch 2.9 cannot index uint16, uint32 and uint64
+        actual, expected = actual[differs], expected[differs]
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(expected.to(dtype).to(actual.dtype), actual):
+                return str(dtype).removeprefix("torch."), bool((actual != actual[0]).any())
+    return "", False
+
+
+def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the index in the whole tensor of an index in the part."""
+    index = global_index(part.regions, local)
+    if not part.flat:
+        return index
+    place = []
+    for size in reversed(part.shape):
+        place.append(index[0] % size)
+        index = (index[0] // size,)
+    return tuple(reversed(place))
+
+
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return which elements of two ``comparable`` tensors differ; NaN equals NaN."""
+    return (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    """Return the same values in a dtype that torch can compare.
+
+    A complex tensor becomes its real and imaginary parts in one more dimension, a packed dtype its bytes.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.element_size() > 1 or tensor.dtype in (torch.bool, torch.int8, torch.uint8):
+        return tensor
+    try:
+        return tensor.float()  # float8: float32 holds every value exactly
+    except (NotImplementedError, RuntimeError):
+        return tensor.view(torch.uint8)

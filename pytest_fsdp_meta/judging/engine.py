@@ -1,0 +1,270 @@
+"""Judge evidence: turn the evidence of a trial into one verdict per check."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from pytest_fsdp_meta.checks.simulation.facts import NO_VALUES
+from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence
+from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.judging.registry import Catalogue, Check
+from pytest_fsdp_meta.judging.view import (
+    Blocked,
+    NotDeclared,
+    NotJudged,
+    NotTaken,
+    PartlyJudged,
+    Selection,
+    Unjudgeable,
+    View,
+)
+from pytest_fsdp_meta.text import counted, first_line, first_of
+
+AS_LOADED = ("inventory", "reference", "values", "verifier")
+"""Observations that inspect the model without running it."""
+EXPLAINING_A_CRASH = ("structure", "materialisation")
+"""Families of checks whose findings may explain an error raised while running or saving the model."""
+PACKAGE = Path(__file__).parents[1]
+PASSED_IN_PART = "passed for what could be checked"
+KINDS = {
+    "undeclared": "not declared",
+    "blocked": "depends on a failed check",
+    "unselected": "not selected",
+    "unsupported": "not supported",
+}
+"""``Unavailable.kind`` -> ``Verdict.why``."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one check.
+
+    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says what was not judged and why.
+    ``unjudged`` maps each more basic check to the tensors that already failed it and were therefore left out here.
+    ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
+    all of them.
+    Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
+    "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
+    release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
+    judged, and the rest passed).
+    """
+
+    check: Check
+    status: str
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""
+    detail: str = ""
+    unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    model: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    why: str = ""
+
+
+_Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Selection, Check], Verdict]]
+"""Weak keys: the id() of a catalogue that was deleted may be given to the next one."""
+EVERY_CHECK = Selection()
+
+
+def judge(check: Check, evidence: Evidence, catalogue: Catalogue, selection: Selection = EVERY_CHECK) -> Verdict:
+    """Return the verdict of one check, computed once per evidence, catalogue and selection.
+
+    A check skips the tensors in which a more basic check of the selection found something. If the selection lacks the
+    more basic check, this one judges them.
+    """
+    by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
+    verdicts = by_catalogue.setdefault(catalogue, {})
+    key = len(catalogue), selection, check  # a check added to the catalogue may change earlier verdicts
+    if key not in verdicts:
+        verdicts[key] = _judge(check, _Run(evidence, catalogue, selection))
+    return verdicts[key]
+
+
+class _Run(NamedTuple):
+    evidence: Evidence
+    catalogue: Catalogue
+    selection: Selection
+
+    def findings(self, check_id: str) -> tuple[Finding, ...]:
+        """Return the findings of a check in the selection, else ()."""
+        if check_id not in self.selection:
+            return ()
+        return judge(self.catalogue[check_id], self.evidence, self.catalogue, self.selection).findings
+
+
+def _judge(check: Check, run: _Run) -> Verdict:
+    evidence = run.evidence
+    if evidence.world.simulated and not check.simulated:
+        return Verdict(check, "skipped", reason=NO_VALUES, why="not applicable")
+    failed = tuple(filter(run.findings, check.after))
+    for need in (*check.needs, check.id):
+        if need in evidence.unavailable:
+            return _unavailable(check, need, run, failed)
+    if "training" in check.needs and (reason := _trained_otherwise(check, run)):
+        return Verdict(check, "error", reason=reason)
+    view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
+    findings: list[Finding] = []
+    reason = ""
+    try:
+        findings.extend(_complete(check, finding, run) for finding in _run_check(check, view))
+    except Unjudgeable as error:
+        if not findings:
+            return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
+        reason = str(error)
+    except NotTaken as error:
+        return _unavailable(check, str(error), run, failed)
+    except NotJudged as error:
+        if not findings:
+            return _not_judged(check, error, view)
+        reason = str(error)
+    except Exception as error:
+        if check.built_in:
+            raise
+        reason = f"the custom check {check.id} raised {_one_line(error)}"
+        if not findings:
+            return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
+    if findings:
+        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
+    if view.left_out:
+        reason = f"{PASSED_IN_PART}; {describe_left_out(view.left_out)}"
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
+    return Verdict(check, "passed")
+
+
+def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
+    reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
+    if isinstance(error, NotDeclared):
+        why = KINDS["undeclared"]
+    elif isinstance(error, PartlyJudged):
+        reason, why = f"{PASSED_IN_PART}; {error}", KINDS["blocked"] if view.left_out else "partly checked"
+    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
+
+
+def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
+    tensors = [tensor for rank in evidence.inventory for tensor in rank.tensors]
+    return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
+
+
+def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> Verdict:
+    unavailable = run.evidence.unavailable[need]
+    if not unavailable.error and unavailable.kind != "blocked":
+        why = KINDS.get(unavailable.kind, "not applicable")
+        return Verdict(check, "skipped", reason=unavailable.summary, why=why)
+    if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
+        basic = _failed_basics(check, run) if need != "repetition" else ()
+        if by := ", ".join(dict.fromkeys((*failed, *basic))):
+            reason = f"{unavailable.summary}; the findings of {by} may explain it" if unavailable.error else ""
+            return Verdict(check, "skipped", reason=reason or unavailable.summary, why=KINDS["blocked"])
+    return Verdict(check, "error", reason=unavailable.summary, detail=unavailable.detail)
+
+
+def _failed_basics(check: Check, run: _Run) -> Iterator[str]:
+    """Yield the earlier checks that inspect the model itself and failed, including those not in ``after``.
+
+    A model that raises affects every check that runs it, so all of them should give the same reason.
+    """
+    for earlier in takewhile(lambda other: other.id != check.id, run.catalogue):
+        basic = earlier.family in EXPLAINING_A_CRASH and set(earlier.needs) <= set(AS_LOADED)
+        if basic and run.findings(earlier.id):
+            yield earlier.id
+
+
+def _one_line(error: Exception) -> str:
+    text = first_line(error, 200)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _traceback(error: Exception) -> str:
+    """Format the traceback without the frames of this package, which do not help the author of a custom check."""
+    report = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in report.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
+    report.stack = traceback.StackSummary.from_list(frames)
+    return "".join(report.format()).rstrip()
+
+
+def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
+    """Describe left-out tensors: "not checked: 3 tensors that already failed no_meta_params (first: norm.weight)"."""
+    parts = []
+    for by, names in left_out.items():
+        parts.append(f"{counted(len(names), 'tensor')} that already failed {by} (first: {names[0]})")
+    return "not checked: " + ", ".join(parts)
+
+
+def _already_failed(check: Check, run: _Run) -> dict[str, str]:
+    """Return the tensors that failed a more basic check, mapped to the first such check."""
+    already_failed: dict[str, str] = {}
+    reference = run.evidence.reference
+    # For these tensors the reference trained from the loader's values, so wrong values do not make training differ.
+    adopted = reference.adopted if reference is not None and "training" in check.needs else ()
+    for id in check.after:
+        for finding in run.findings(id):
+            for name in finding.failed_tensors:
+                if not (name in adopted and id in VALUES_CHECKS.values()):
+                    already_failed.setdefault(name, id)
+    return already_failed
+
+
+def _trained_otherwise(check: Check, run: _Run) -> str:
+    """Return why a check cannot be judged: the reference trained from values that no selected check reports as wrong.
+
+    That happens when stored evidence is judged by fewer checks than its run had.
+    """
+    reference = run.evidence.reference
+    if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
+        return ""
+    selected = [id for id in VALUES_CHECKS.values() if id in run.catalogue]
+    # A values check leaves tensors to more basic ones, such as replicas_equal.
+    ids = [*selected, *(basic for id in selected for basic in run.catalogue[id].after)]
+    reported = {name for id in ids for finding in run.findings(id) for name in finding.failed_tensors}
+    unreported = [name for name in reference.adopted if name not in reported]
+    if not unreported:
+        return ""
+    return (
+        f"the reference trained from the loader's own values of {first_of(unreported)}; select the check that reports "
+        f"them as well ({', '.join(VALUES_CHECKS.values())})"
+    )
+
+
+def _run_check(check: Check, view: View) -> Iterable[Finding]:
+    found = check.judge(view)
+    if isinstance(found, Finding):
+        raise TypeError("it returned a Finding; yield findings, or return a list of them")
+    return found
+
+
+def _complete(check: Check, finding: Finding, run: _Run) -> Finding:
+    """Add the cause and remedy of the check to a finding that has none of its own."""
+    if not check.built_in:
+        finding = _convert_types(finding)
+    if basic := _cause_left_out(check, finding, run):
+        return basic
+    return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+
+
+def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None:
+    """Return the finding with the cause that a more basic check gives, if one that is not selected finds it too."""
+    for id in check.after:
+        if id in run.selection:
+            continue
+        for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
+            if finding.tensor in basic.failed_tensors:
+                cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
+                return replace(finding, cause=cause, remedy=basic.remedy)
+            if finding.tensor is None:
+                other = f"{basic.tensor}: {basic.actual}" if basic.tensor else basic.actual
+                cause = f"{finding.cause or check.cause}; or {id}, which this run leaves out and which fails ({other})"
+                return replace(finding, cause=cause, remedy=finding.remedy or check.remedy)
+    return None
+
+
+def _convert_types(finding: Finding) -> Finding:
+    """Convert ranks (NumPy integers, for example) to int. Raises TypeError for a text field that is not a str."""
+    for name in ("tensor", "actual", "expected", "detail", "cause", "remedy"):
+        value = getattr(finding, name)
+        if not isinstance(value, str) and not (name == "tensor" and value is None):
+            raise TypeError(f"Finding({name}={value!r:.60}): {name} should be a str")
+    return replace(finding, ranks=tuple(int(rank) for rank in finding.ranks), condemns=tuple(finding.condemns))

@@ -1,0 +1,252 @@
+"""Decide whether training can be compared with the reference, and by how much the two may differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
+from pytest_fsdp_meta.evidence import Evidence, RankTraining
+from pytest_fsdp_meta.judging.coordinates import share_places
+from pytest_fsdp_meta.judging.findings import Explanation
+from pytest_fsdp_meta.judging.limits import loss_limits, noise_lost
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.text import counted, first_of, name_ranks
+
+BLOCKING_CHECKS = (
+    "same_manifest_on_every_rank",
+    "names_match_reference",
+    "shapes_match_reference",
+    "collectives_match_on_every_rank",
+    "dtypes_match_reference",
+    "requires_grad_matches_reference",
+    "no_meta_params",
+    "no_meta_buffers",
+    "no_uninitialized_memory",
+    "managed_params_are_registered",
+)
+"""Checks whose failure can make a training step raise, or train other parameters than the model registers."""
+EXPLAINING_CHECKS = (
+    *BLOCKING_CHECKS,
+    "shards_tile_the_tensor",
+    "replicas_equal",
+    "params_equal_reference",
+    "buffers_equal_reference",
+    "frozen_weights_equal_verifier",
+    "tied_weights_share_storage",
+)
+"""Checks whose failure alone makes training differ. The training checks then stay silent: one cause, one finding."""
+BEFORE_UPDATES = (
+    *EXPLAINING_CHECKS,
+    "forward_sees_current_weights",
+    "grad_parity",
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "tied_weights_stay_tied",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+    "buffers_follow_training",
+)
+"""Checks whose failure makes later steps differ."""
+"""The reason of a check that stored evidence lacks an observation for."""
+
+
+def comparable_training(view: View) -> Sequence[RankTraining]:
+    """Return each rank's training run, or raise if the reference's run is missing or is not comparable with them."""
+    runs, reference = view.evidence.training or (), view.reference
+    if reference.losses is None:
+        raise NotJudged("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
+    for step, loss in enumerate(reference.losses):
+        if not math.isfinite(loss) and reference.adopted:
+            raise Blocked(
+                f"with the loader's values of {first_of(reference.adopted)}, the reference's loss is {loss:g}"
+            )
+        if not math.isfinite(loss):
+            raise Unjudgeable(
+                f"the reference's own loss is {loss:g} at step {step}; give it a batch, a loss and an optimizer that "
+                "keep it finite"
+            )
+    for step, (loss, rerun) in enumerate(zip(reference.losses, reference.losses_again or (), strict=False)):
+        if loss != rerun:
+            raise Unjudgeable(
+                f"the reference is not reproducible: from the same weights, step {step} gives loss {loss:.9g} and, in "
+                f"a second run, {rerun:.9g}; make its forward deterministic"
+            )
+    for rank, run in enumerate(runs):
+        for step, (ours, theirs) in enumerate(zip(run.batches, reference.batches, strict=True)):
+            if ours != theirs:
+                raise Unjudgeable(
+                    f"batch({step}) on rank {rank} differs from the reference's; make batch(step) depend on step only"
+                )
+    return runs
+
+
+def require_no_other_cause(view: View, message: str, first_forward: bool = False) -> None:
+    """Raise if an unreproducible reference or an earlier finding explains the difference that ``message`` describes.
+
+    Findings about training do not explain the ``first_forward``, which runs before any step.
+    """
+    if view.reference.unstable:
+        raise Unjudgeable(
+            f"{message}, and the reference is not reproducible: building it again gives different values "
+            f"({view.reference.unstable[0]}); make it build the same model every time"
+        )
+    names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
+    failed_by = {name: view.already_failed_in(name) for name in names | dict.fromkeys(view.reference_inventory.by_name)}
+    explained = [
+        name
+        for name, check_id in failed_by.items()
+        if check_id and (check_id in EXPLAINING_CHECKS or not first_forward) and not view.judgeable(name)
+    ]
+    if explained:
+        raise Blocked(f"{message}, {view.attribute_to(tuple(view.left_out))}")
+    in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
+    if in_training and not first_forward:
+        raise Blocked(f"{message}, {view.attribute_to(in_training)}")
+
+
+def first_not_finite(runs: Iterable[RankTraining | RankResumed]) -> Sequence[float]:
+    """Return the losses of the first rank that has one that is not finite, else ()."""
+    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
+
+
+def leave_not_finite(view: View, message: str) -> None:
+    """Raise Blocked if another check reports what makes losses infinite or NaN."""
+    reference, runs = view.evidence.reference, view.evidence.training or ()
+    compared = "loss_parity" in view.selection and reference is not None and reference.losses is not None
+    wrong = compared and not all(math.isfinite(loss) for run in runs for loss in run.losses)
+    if by := view.failed or ("loss_parity",) * wrong:
+        raise Blocked(f"{message}, {view.attribute_to(by)}")
+
+
+def require_gradients(view: View) -> None:
+    """Raise NotJudged if the reference's gradients are all zero: two runs that train nothing are equal."""
+    trainable = any(t.requires_grad for t in view.reference_inventory.tensors)
+    # "not <=" keeps NaN, which is a gradient.
+    if trainable and not any(not size <= view.reference.noise for size in view.reference.gradients.values()):
+        raise NotJudged(
+            "the reference's gradients are all zero, so there is nothing to compare; give Subject(loss=...) a loss "
+            "that depends on the parameters, and Subject(batch=...) rows that are not zero"
+        )
+
+
+def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
+    """Raise Blocked if loss_parity reports the first loss: a wrong forward makes all gradients and updates wrong."""
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
+    if "loss_parity" not in view.selection or not expected or not loss_limits(view).exceeded(actual, expected, 0):
+        return
+    message = f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}"
+    if not view.reference.unstable:  # loss_parity says so
+        require_no_other_cause(view, message, first_forward=True)
+    raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
+
+
+def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> None:
+    """Raise PartlyJudged if these differences pass only because the reference's world ended before its noise was known.
+
+    Call this last, in a check that found nothing.
+    """
+    if reason := noise_lost(view, by_dtype, differences):
+        raise PartlyJudged(reason)
+
+
+def format_losses(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6f}" for loss in losses)
+
+
+def describe_other_precision(view: View) -> str:
+    """Return an addition to a cause if the loader computes in another dtype than the reference, else "".
+
+    It also says why the noise of the reference is unknown, if it could not be measured.
+    """
+    problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
+    unknown = f"; the noise of the reference could not be measured ({problem})" if problem else ""
+    first = view.evidence.inventory[0]
+    own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
+    if not own or not set(first.computes_in) - own:
+        return unknown
+    return (
+        f"; the loader computes in {' and '.join(first.computes_in)} (mixed-precision policy), the reference in "
+        f"{' and '.join(sorted(own))}{unknown}"
+    )
+
+
+def explain_hooks_left_out(view: View) -> Explanation:
+    """Return the cause and remedy if the reference steps without a hook of the loader's optimizer, else {}."""
+    left_out = view.reference.hooks_left_out
+    if not left_out:
+        return {}
+    return {
+        "cause": f"the optimizer has a step hook that the reference does not run ({first_of(left_out)})",
+        "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
+        "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
+    }
+
+
+def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
+    """Return the cause and remedy if ranks ran different numbers of backwards up to step ``last``, else {}.
+
+    A step whose result is right may do so: a sum of micro-batches need not have the same number of parts everywhere.
+    """
+    runs = view.evidence.training or ()
+    for step, numbers in enumerate(zip(*(run.backwards for run in runs), strict=False)):
+        held = ranks_by(enumerate(numbers))
+        if step <= last and len(held) > 1:
+            each = " and ".join(f"{counted(number, 'backward')} on {name_ranks(held[number])}" for number in held)
+            return {
+                "cause": f"Subject(train_step=...) ran {each} in step {step}, but should run the same number on every "
+                "rank, or weight each micro-batch by its share of the whole batch",
+                "remedy": "give every rank the same number of micro-batches, a short rank empty ones whose loss is 0 "
+                "times the output; or divide by counts over all micro-batches and ranks",
+            }
+    return {}
+
+
+def describe_loaded_state(view: View) -> str:
+    """Return why steps may differ from the reference's, whose optimizer is rebuilt without state; else ""."""
+    loaded = {name for run in view.evidence.training or () if run.optimizer for name in run.optimizer.loaded}
+    names = [
+        name for name in dict.fromkeys(t.name for r in view.evidence.inventory for t in r.tensors) if name in loaded
+    ]
+    if not names:
+        return ""
+    return (
+        f"the loader's optimizer already has state (of {counted(len(names), 'parameter')}, first: {names[0]}), which "
+        "the reference's does not; build it fresh, or load its state in resume()"
+    )
+
+
+def global_losses(evidence: Evidence) -> tuple[float, ...]:
+    """Return the loss of the global batch at each step, as Subject(loss_over_ranks=...) combines those of the ranks."""
+    runs = evidence.training or ()
+    if evidence.subject.loss_over_ranks != "sum":
+        return mean_losses(runs)
+    places = share_places(evidence)
+    shares: dict[object, list[tuple[float, ...]]] = {}
+    for rank, run in enumerate(runs):
+        shares.setdefault((run.data_parallel[0], places[rank]), []).append(run.losses)
+    means = [[_mean(step) for step in zip(*losses, strict=True)] for losses in shares.values()]
+    return tuple(_mean(step) * len(step) for step in zip(*means, strict=True))
+
+
+def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
+    """Return the loss of the global batch at each step: the mean over the data-parallel slices.
+
+    Ranks that see the same slice count once.
+    """
+    return tuple(map(_mean, zip(*slice_losses(runs).values(), strict=True)))
+
+
+def slice_losses(runs: Sequence[RankTraining]) -> dict[int, list[float]]:
+    """Return the losses of each data-parallel slice of the batch, averaged over the ranks that see it."""
+    slices: dict[int, list[tuple[float, ...]]] = {}
+    for run in runs:
+        slices.setdefault(run.data_parallel[0], []).append(run.losses)
+    return {index: [_mean(step) for step in zip(*losses, strict=True)] for index, losses in slices.items()}
+
+
+def _mean(losses: Sequence[float]) -> float:
+    # fsum raises on infinities of both signs.
+    add = math.fsum if all(map(math.isfinite, losses)) else sum
+    return add(losses) / len(losses)

@@ -1,1 +1,0 @@
-"""Tools that observers share: poison, bit digests, precision, memory maps, private torch names."""

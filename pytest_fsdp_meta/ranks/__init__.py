@@ -1,0 +1,1 @@
+"""What observers share; it runs inside a world and may import torch."""

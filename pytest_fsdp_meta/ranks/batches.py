@@ -1,0 +1,243 @@
+"""Call and check what the author declares about training: batches, their slices, and the loss."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stages
+from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
+from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.poison import NOTICES
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, forward_warnings
+
+IGNORED_LABEL = -100
+"""The default ``ignore_index`` of torch's cross entropy, which the losses of transformers use as well."""
+
+
+def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
+    """Return the (index, size) of this rank's slice of the batch: the declared one, else the mesh's."""
+    return subject.data_parallel or _slice_by_mesh(subject.model, rank)
+
+
+def has_stages(rank: Rank) -> bool:
+    """Return whether the ranks are the stages of a pipeline, as the mesh of the marker says."""
+    return rank.has_mesh and any(map(splits_stages, rank.mesh.mesh_dim_names or ()))
+
+
+def model_splits(model: Module, rank: Rank) -> tuple[tuple[int, int], ...]:
+    """Return the (index, size) of this rank along each mesh dimension that splits the model, larger than 1.
+
+    A tensor that is split by hand lies on no mesh, so the world's mesh counts where that of the parameters lacks one.
+    """
+    places = dict[str, tuple[int, int]]()
+    for dims, shape, coordinate in (_parameter_mesh(model), _world_mesh(rank)):
+        for dim, size, index in zip(dims, shape, coordinate, strict=True):
+            if dim is not None and splits_model(dim) and size > 1:
+                places.setdefault(dim, (index, size))
+    return tuple(places.values())
+
+
+def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
+    """Return the (index, size) of this rank's slice by the mesh of most parameters, else by the world's mesh."""
+    dims, shape, coordinate = _parameter_mesh(model)
+    if not dims:
+        dims, shape, coordinate = _world_mesh(rank)
+    if not dims:
+        return rank.rank, rank.world_size
+    index = 0
+    for dim, size, position in zip(dims, shape, coordinate, strict=True):
+        if not splits_model(dim):
+            index = index * size + position
+    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
+
+
+_Mesh = tuple[tuple[str | None, ...], tuple[int, ...], tuple[int, ...]]
+"""The names and sizes of the dimensions of a mesh, and this rank's place; all are empty where there is none."""
+
+
+def _parameter_mesh(model: Module) -> _Mesh:
+    """Return the mesh of most parameters, without those of experts."""
+    meshes: dict[_Mesh, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = mesh_facts(parameter)
+            if mesh.coordinate is not None and not any(map(splits_experts, mesh.dims)):
+                key = (mesh.dims, mesh.shape, mesh.coordinate)
+                meshes[key] = meshes.get(key, 0) + parameter.numel()
+    return max(meshes, key=lambda key: meshes[key], default=((), (), ()))
+
+
+def _world_mesh(rank: Rank) -> _Mesh:
+    if not rank.has_mesh:
+        return (), (), ()
+    return tuple(rank.mesh.mesh_dim_names or ()), tuple(rank.mesh.shape), tuple(rank.mesh.get_coordinate() or ())
+
+
+def calling_field(field: str) -> AbstractContextManager[None]:
+    """Name the field of Subject whose function is called, and how it is called, in errors that it raises."""
+    return calling(f"Subject({field}=...)", SIGNATURES[field].partition(" -> ")[0])
+
+
+@contextmanager
+def calling(where: str, call: str = "") -> Iterator[None]:
+    """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
+
+    Errors of a function that expects other arguments also have the ``call``, such as "loss(model, batch)".
+    """
+    try:
+        with forward_warnings(NOTICES):
+            yield
+    except (Misuse, CallFailed):
+        raise
+    except Exception as error:
+        raise CallFailed(f"{where}, called as {call}" if call and _expects_others(error) else where) from error
+    except CheckpointException as error:
+        raise CallFailed(where) from _first_failure(error)
+
+
+@contextmanager
+def calling_torch(function: str, field: str) -> Iterator[None]:
+    """Name torch's function that takes the place of a field, and what failed on the first rank, where ranks report."""
+    try:
+        yield
+    except CheckpointException as error:
+        where = f"{function}, the default of Subject({field}=...)"
+        raise CallFailed(where) from _first_failure(error)
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """Return the failure of the first rank: the error itself, a BaseException, only counts the ranks."""
+    first: BaseException = next((cause for cause, _ in error.failures.values()), error)
+    return first
+
+
+@contextmanager
+def blaming_the_forward() -> Iterator[None]:
+    """Name the model's forward in errors that FSDP raises: the loss has only called the model."""
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+            raise CallFailed("the model's forward") from error
+        raise
+
+
+def _expects_others(error: Exception) -> bool:
+    """Return whether the call itself failed, or the function finds other arguments than it expects."""
+    if not isinstance(error, (TypeError, AttributeError)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # A module of torch raises AttributeError in a method of its own.
+    modules = [frame.f_globals.get("__name__", "") for frame in frames if frame.f_code.co_name != "__getattr__"]
+    callers = takewhile(lambda name: name == "contextlib" or name.startswith("pytest_fsdp_meta."), modules)
+    return len(modules) - len(list(callers)) <= 1  # an error further down is about something else, such as the model
+
+
+def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
+    """Return the whole batch of a step, the same on every rank."""
+    assert subject.batch is not None
+    torch.manual_seed(SEED + step)  # a batch that is drawn at random must be the same on every rank
+    with calling(f"Subject(batch=...), batch({step})"):
+        batch = subject.batch(step)
+    if not hasattr(batch, "items"):
+        raise SubjectError(
+            "batch", f"batch({step}) returned {type(batch).__name__}, but should return a dict of tensors"
+        )
+    return dict(batch.items())
+
+
+def batch_digest(batch: Mapping[str, Any]) -> str:
+    """Return a hash of each tensor of the batch, by key."""
+    tensors = {str(key): local_part(value) for key, value in batch.items() if isinstance(value, Tensor)}
+    return " ".join(f"{key}={digest(tensor)}" for key, tensor in sorted(tensors.items()))
+
+
+def own_rows(
+    batch: Mapping[str, Any], step: int, data_parallel: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    """Return the slice ``(index, size)`` of every tensor of the batch, on ``device``."""
+    return {key: _own_rows(key, value, step, data_parallel, device) for key, value in batch.items()}
+
+
+def indivisible(batch: Mapping[str, Any], size: int) -> str:
+    """Return which entry does not split into ``size`` equal slices; empty where every entry does."""
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] % size:
+            return f"{key!r} has {value.shape[0]} rows"
+    return ""
+
+
+def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of labels that are not ignored: of all labels, and without the first of each row.
+
+    A causal model predicts the next token, so its loss does not use the first label of a row.
+    """
+    labels = rows.get("labels")
+    if not isinstance(labels, Tensor) or isinstance(labels, DTensor) or labels.is_floating_point():
+        return 0, 0
+    counted = labels != IGNORED_LABEL
+    return int(counted.sum()), int((counted[..., 1:] if counted.ndim > 1 else counted).sum())
+
+
+def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
+    """Return the loss of these rows: a scalar, with a gradient where gradients are enabled."""
+    if subject.loss is not None:
+        with calling_field("loss"), blaming_the_forward():
+            loss = subject.loss(subject.model, rows)
+    else:
+        with calling("model(**batch), the default of Subject(loss=...)"):
+            output = subject.model(**rows)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise SubjectError(
+                "loss",
+                f"model(**batch) returned {type(output).__name__} without a .loss; put labels into the batch or "
+                "declare loss=lambda model, batch: ...",
+            )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SubjectError("loss", f"it returned {shown}, but should return a scalar tensor")
+    if loss.is_meta or not loss.is_floating_point():
+        kind = "on the meta device" if loss.is_meta else f"of {str(loss.dtype).removeprefix('torch.')}"
+        raise SubjectError("loss", f"it returned a tensor {kind}, but should return a real number of a floating dtype")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise SubjectError("loss", "the returned loss has no gradient: it is detached or was computed under no_grad")
+    return loss
+
+
+def scalar(loss: Tensor) -> float:
+    """Return the loss as a number; a DTensor is gathered first."""
+    with torch.no_grad():
+        return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+
+
+def _own_rows(key: str, value: Any, step: int, data_parallel: tuple[int, int], device: torch.device) -> Any:
+    if type(value).__module__ == "numpy" and value.ndim:
+        # Not sliced, it would be the same rows on every rank.
+        raise SubjectError("batch", f"batch({step})[{key!r}] is a numpy array; give a tensor: torch.from_numpy(...)")
+    if not isinstance(value, Tensor):
+        return value
+    index, size = data_parallel
+    if value.ndim:
+        rows = value.shape[0]
+        if rows % size:
+            raise SubjectError(
+                "batch",
+                f"batch({step})[{key!r}] has {rows} rows, which do not divide among {size} data-parallel ranks; "
+                f"make the number of rows a multiple of {size}",
+            )
+        value = value[index * rows // size : (index + 1) * rows // size]
+    return value.to(device)

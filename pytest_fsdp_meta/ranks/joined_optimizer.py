@@ -1,0 +1,111 @@
+"""Several optimizers of one model as one: those in a container, such as Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.loader.validation import is_zero3_optimizer
+from pytest_fsdp_meta.ranks.adapters.zero3 import Zero3Optimizer, optimizer_of
+from pytest_fsdp_meta.ranks.torch_private import before_other_step_hooks
+
+
+class JoinedOptimizer(Optimizer):  # type: ignore[misc]
+    """Optimizers that step together. Groups and state are those of the parts, not copies."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The parts, under the name that torchtitan's container has for them."""
+        return list(self.parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return _JoinedState(*(part.state for part in self.parts))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return dict(self.parts[0].defaults)
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+class _JoinedState(ChainMap[Any, Any]):
+    """The states of the parts. A parameter is stepped by one of them."""
+
+    def __missing__(self, key: object) -> Any:
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        for state in self.maps:  # a part's state is a defaultdict, which a plain look-up would extend
+            if key in state:
+                return state[key]
+        return self.__missing__(key)
+
+    def __delitem__(self, key: Any) -> None:
+        for state in self.maps:
+            state.pop(key, None)
+
+
+def parts_of_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers that step: the parts of a joined one, or the optimizer itself."""
+    return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
+
+
+def computing_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the torch optimizer that computes the steps of one of the parts: itself, or what ZeRO-3 steps with."""
+    return optimizer.inner if isinstance(optimizer, Zero3Optimizer) else optimizer
+
+
+@contextmanager
+def before_steps(part: Optimizer, hook: Callable[[Optimizer], object]) -> Iterator[None]:
+    """Call the hook before each step of one of the parts, with its gradients as they are then, and before its hooks."""
+    if isinstance(part, Zero3Optimizer):
+        watched = part.before_steps(hook)
+    else:
+
+        def with_optimizer(optimizer: Optimizer, *_: Any) -> None:
+            hook(optimizer)
+
+        watched = before_other_step_hooks(part, with_optimizer)
+    with watched:
+        yield
+
+
+def unwrapped_optimizer(optimizer: object) -> Optimizer | None:
+    """Return what steps inside the wrapper or container of a framework; None if the object is not an optimizer.
+
+    A wrapper, such as accelerate's or lightning's, is an Optimizer with the one that steps as its ``.optimizer``. A
+    container, such as torchtitan's, is an Optimizer with a list of them as its ``.optimizers``. That of DeepSpeed's
+    ZeRO-3 steps parts of several parameters as one tensor, and appears as an optimizer over the parameters.
+    """
+    if is_zero3_optimizer(optimizer):
+        return optimizer_of(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return None
+    if isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        return unwrapped_optimizer(inner)
+    contained = getattr(optimizer, "optimizers", None)
+    if not isinstance(contained, (list, tuple)) or not contained:
+        return optimizer
+    parts = [part for own in contained if (part := unwrapped_optimizer(own)) is not None]
+    if len(parts) < len(contained):
+        return optimizer
+    flat = [single for part in parts for single in parts_of_optimizer(part)]
+    return flat[0] if len(flat) == 1 else JoinedOptimizer(flat)

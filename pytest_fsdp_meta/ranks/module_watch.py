@@ -1,0 +1,318 @@
+"""Watch what enters and leaves every module in a forward and a backward, without changing it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Linear, Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pytest_fsdp_meta.checks.tracing.facts import (
+    AGAIN_INPUT,
+    AGAIN_OUTPUT,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    RECOMPUTED,
+    ModuleFacts,
+)
+from pytest_fsdp_meta.evidence import splits_model
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
+from pytest_fsdp_meta.ranks.generators import States, read_states
+from pytest_fsdp_meta.ranks.inventory import unwrapped
+from pytest_fsdp_meta.ranks.torch_private import is_in_backward, is_written_view, write_count
+from pytest_fsdp_meta.ranks.watching import takes_hooks
+from pytest_fsdp_meta.text import clean_name, first_line
+
+WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
+DEEPEST = 4
+"""Levels of containers in which tensors are looked for."""
+
+T = TypeVar("T")
+
+
+class Seen(NamedTuple):
+    """Which tensor of a module's call was seen: ``path`` is its place among the arguments or results."""
+
+    stage: str
+    module: str
+    turn: int
+    path: str
+
+
+class Entered(NamedTuple):
+    """A module's call in the forward, before it runs."""
+
+    module: str
+    turn: int
+    caller: str | None
+    """The module that makes the call; None outside of all."""
+    arguments: Mapping[str, object]
+    """By path what ``plain_value`` returns."""
+
+
+class Watcher(Protocol):
+    """What is told of each call of a module."""
+
+    def enter(self, entered: Entered) -> None:
+        """Note the beginning of a call in the forward; its tensors are seen next."""
+
+    def see(self, seen: Seen, tensor: Tensor) -> Tensor | None:
+        """Return the tensor that takes the place of this one, None for as it is. Outputs always stay as they are."""
+
+
+class ModuleWatch:
+    """Tell a watcher of every tensor that enters or leaves a module, and of the gradients of those that leave one.
+
+    Gradients of inputs are not watched: in a tensor-parallel module they are partial sums. An error of the watcher is
+    kept as ``problem`` and ends the watching, so that no rank leaves a step in which others wait for it.
+    """
+
+    def __init__(self, model: Module, watcher: Watcher, device: torch.device) -> None:
+        self.problem = ""
+        self.draws: dict[str, None] = {}
+        """The modules that advanced a generator of the device themselves, not in those inside."""
+        self._device = device
+        self._states: States = {}
+        self._running: list[str] = []
+        self._handed: list[tuple[Tensor, int]] = []
+        """What took the place of an input, with its version, by call that has not returned."""
+        self._modules = innermost_modules(model)
+        self._watcher = watcher
+        self._turns: Counter[tuple[str, bool]] = Counter()
+        self._with_gradient: set[tuple[str, int]] = set()
+        self._hooks = ExitStack()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the block. What torch.compile has compiled runs eagerly, because it ignores new hooks."""
+        self._states = read_states(self._device)
+        with ExitStack() as hooks:
+            self._hooks = hooks
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, module in self._modules.items():
+                before = module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+                hooks.callback(before.remove)
+                after = module.register_forward_hook(partial(self._after, name), always_call=True)
+                hooks.callback(after.remove)
+            yield
+
+    def _before(self, name: str, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        again = is_in_backward()
+        self._turns[name, again] += 1
+        turn = self._turns[name, again] - 1
+        self._note_draws()
+        caller = self._running[-1] if self._running else None
+        self._running.append(name)
+        inputs = {**dict(enumerate(args)), **kwargs}
+        if not again:
+            self._guard(f"a call of {name or 'the model'}", partial(self._enter, name, turn, caller, inputs))
+        instead = {}
+        for path, tensor in tensors_in(inputs):
+            value = self._note(Seen(AGAIN_INPUT if again else INPUT, name, turn, path), tensor)
+            if value is not None:
+                instead[path] = _WithValue.apply(tensor, value)
+                self._handed.append((instead[path], write_count(instead[path])))
+        if not instead:
+            return None
+        inputs = _replace(inputs, instead)
+        return tuple(inputs[index] for index in range(len(args))), {key: inputs[key] for key in kwargs}
+
+    def _after(self, name: str, module: Module, args: Any, output: Any) -> None:
+        again = is_in_backward()
+        turn = self._turns[name, again] - 1
+        self._note_draws()
+        self._running.pop()
+        if not self._running:
+            written = any(write_count(value) != version for value, version in self._handed)
+            self.problem = self.problem or (WRITTEN if written else "")
+            self._handed.clear()
+        for path, tensor in tensors_in(output):
+            if not tensor.is_floating_point() and not tensor.is_complex():
+                continue
+            self._note(Seen(AGAIN_OUTPUT if again else OUTPUT, name, turn, path), tensor)
+            # Torch may crash where a hook is set on a view from before a write to its base.
+            if tensor.requires_grad and not self.problem and not is_written_view(tensor):
+                self._with_gradient.add((name, turn))
+                handle = tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+                self._hooks.callback(handle.remove)  # a module may return a parameter, which lives on
+
+    def _note_draws(self) -> None:
+        before, self._states = self._states, read_states(self._device)
+        if self._running and any(not torch.equal(state, self._states[kind]) for kind, state in before.items()):
+            self.draws[self._running[-1]] = None
+
+    def _gradient(self, seen: Seen, gradient: Tensor) -> Tensor | None:
+        return self._note(seen, gradient)
+
+    def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:
+        # The backward computes the calls of one module again in an order of its own.
+        if seen.stage in RECOMPUTED and self._turns[seen.module, False] > 1:
+            return None
+        what = f"{seen.stage} of {seen.module or 'the model'}"
+        return self._guard(what, partial(self._watcher.see, seen, tensor))
+
+    def _enter(self, name: str, turn: int, caller: str | None, inputs: Mapping[Any, Any]) -> None:
+        arguments = {path: plain_value(value) for path, value in leaves_of(inputs)}
+        self._watcher.enter(Entered(name, turn, caller, arguments))
+
+    def _guard(self, what: str, tell: Callable[[], T]) -> T | None:
+        if self.problem:
+            return None
+        try:
+            with torch.no_grad():
+                return tell()
+        except Exception as error:
+            self.problem = f"{what}: {type(error).__name__}: {first_line(error)}"
+            return None
+
+
+class _WithValue(torch.autograd.Function):  # type: ignore[misc]
+    """Another value for a tensor, with the tensor's place in the graph: gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class RunningModule:
+    """Know which module runs, by hooks for all modules; inside ``torch.compile`` it stays the one around it."""
+
+    def __init__(self, model: Module) -> None:
+        self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
+        self._running: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The author's name of the innermost module of the model that runs; empty outside of all."""
+        return self._running[-1] if self._running else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the modules that run in the block."""
+        with ExitStack() as hooks:
+            hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+            hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def _enter(self, module: Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._running.append(self._names.get(id(module), self.name))
+
+    def _leave(self, *_: Any) -> None:
+        if self._running and not torch.compiler.is_compiling():
+            self._running.pop()
+
+
+def innermost_modules(model: Module) -> dict[str, Module]:
+    """Return the modules that take hooks, by the author's names.
+
+    Of a module and its wrappers, which share a name, it is the module itself.
+    """
+    return {clean_name(name): module for name, module in unwrapped(model).named_modules() if takes_hooks(module)}
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses, each with its path."""
+    return ((path, leaf) for path, leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def leaves_of(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what nested tuples, lists, mappings and dataclasses contain, such as the outputs of transformers.
+
+    What other objects contain is not looked at.
+    """
+    parts: Iterable[tuple[Any, Any]] | None = None
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (tuple, list)):
+        parts = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = ((field.name, getattr(value, field.name, None)) for field in fields(value))
+    if parts is None or depth == DEEPEST:
+        yield path, value
+        return
+    for key, part in parts:
+        yield from leaves_of(part, f"{path}.{key}", depth + 1)
+
+
+def plain_value(value: Any) -> object:
+    """Return the number in an argument, or a text: that of a string, or of all else what it is.
+
+    Nothing is known of containers at the greatest depth: they are NaN, which equals nothing.
+    """
+    if isinstance(value, Tensor):
+        local = local_part(value)
+        return f"a tensor of {value.ndim} dims" if value.ndim or local.is_meta else local.item()
+    if value is None or type(value) in (bool, int, float, complex):
+        return value
+    if type(value) is str:
+        return repr(value)
+    if isinstance(value, (Mapping, tuple, list)) or (is_dataclass(value) and not isinstance(value, type)):
+        return math.nan
+    return f"an object of {type(value).__qualname__}"
+
+
+def _replace(value: Any, instead: Mapping[str, Tensor], path: str = "") -> Any:
+    """Return the value with other tensors at these paths, which are those of ``tensors_in``.
+
+    Containers of other classes than Python's own stay as they are: how such an object is made is not known.
+    """
+    if path in instead:
+        return instead[path]
+    if type(value) is dict:
+        return {key: _replace(part, instead, f"{path}.{key}") for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replace(part, instead, f"{path}.{index}") for index, part in enumerate(value))
+    return value
+
+
+def describe_modules(model: Module) -> dict[str, ModuleFacts]:
+    """Return the class of each module, and where its forward is defined."""
+    return {name: _describe(module) for name, module in innermost_modules(model).items()}
+
+
+def _describe(module: Module) -> ModuleFacts:
+    kind = type(module)
+    while issubclass(kind, FSDPModule) and len(kind.__bases__) > 1:
+        kind = kind.__bases__[-1]  # fully_shard() changes the class of a module to one made of both
+    forward = inspect.unwrap(vars(module).get("forward", kind.forward))
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
+    return ModuleFacts(kind.__name__, file, line, splits_output=_splits_output(module))
+
+
+def _splits_output(module: Module) -> bool:
+    weight = module.weight if isinstance(module, Linear) else None
+    if not isinstance(weight, DTensor):
+        return False
+    placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
+    # A fused weight has another kind of placement: its slices lie elsewhere.
+    return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)
+
+
+def shorten_path(file: str) -> str:
+    """Return a path relative to the current folder, or to the folder that it was imported from."""
+    path = Path(file)
+    for folder in sorted({os.getcwd(), *filter(None, sys.path)}, key=len, reverse=True):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return file

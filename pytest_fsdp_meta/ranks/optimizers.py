@@ -1,0 +1,257 @@
+"""Build and describe optimizers, and rebuild an optimizer of the ranks over the reference's parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import SGD, Optimizer
+
+from pytest_fsdp_meta.evidence import OptimizerFacts
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.batches import calling
+from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.joined_optimizer import (
+    JoinedOptimizer,
+    computing_optimizer,
+    parts_of_optimizer,
+    unwrapped_optimizer,
+)
+from pytest_fsdp_meta.ranks.step_hooks import PackedHook, add_hooks, pack_hooks
+from pytest_fsdp_meta.worlds.system.pickling import dumps
+
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Settings of a parameter group that change how a step is computed, and not its result."""
+BY_NAME = frozenset({"params", "param_names"})
+"""Keys of a parameter group that list its parameters; all other keys are hyperparameters."""
+
+
+def make_optimizer(subject: Subject) -> Optimizer | None:
+    """Return the optimizer that the subject declares, or SGD; None where nothing is trainable."""
+    trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    declared = subject.optimizer
+    if not trainable:
+        return None
+    if built := built_optimizer(subject):
+        return built
+    if declared is None:
+        # foreach kernels refuse a list that mixes DTensors and plain tensors.
+        return SGD(trainable, lr=0.1, foreach=False)
+    assert not isinstance(declared, Optimizer)
+    wanted, argument = _argument(declared, subject.model, trainable)
+    with calling("Subject(optimizer=...)", f"optimizer({wanted})"):
+        returned = declared(argument)
+    if not isinstance(returned, Optimizer):
+        raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
+    return returned
+
+
+def _argument(function: Callable[..., Any], model: Module, trainable: list[Parameter]) -> tuple[str, Any]:
+    """Return (name, argument) that the author's function expects, by the name of its first parameter."""
+    try:
+        wanted = next(iter(inspect.signature(function).parameters), "")
+    except ValueError:  # a function that is not written in Python
+        wanted = ""
+    if wanted == "model":
+        return wanted, model
+    if wanted == "named_parameters":
+        return wanted, [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return "parameters", trainable
+
+
+def built_optimizer(subject: Subject) -> Optimizer | None:
+    """Return the optimizer that the loader built, without the wrapper or container of a framework.
+
+    Such a wrapper cannot be rebuilt for the reference, and it steps only when its framework says so.
+    """
+    return unwrapped_optimizer(subject.optimizer)
+
+
+def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
+    """Return which of the model's parameters the optimizer holds, and what else it holds."""
+    model = subject.model
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
+    live = {id(tensor) for _, tensor in parameters}
+    others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
+    return OptimizerFacts(
+        kind=_describe_kind(optimizer, subject),
+        held={name: held[id(tensor)] for name, tensor in parameters},
+        stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
+        others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
+        settings=settings_of(optimizer, model),
+        loaded=frozenset(_names_with_loaded_state(optimizer, parameters)) if built_optimizer(subject) else frozenset(),
+    )
+
+
+def settings_of(optimizer: Optimizer, model: Module) -> dict[str, str]:
+    """Return the settings of the group of each parameter, as text."""
+    shown: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        own = {key: _as_plain(value) for key, value in group.items() if key not in BY_NAME | IMPLEMENTATION}
+        text = "; ".join(f"{key}={value!r}" for key, value in own.items() if value is not None)
+        shown |= {id(parameter): text for parameter in group["params"]}
+    parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    return {name: shown[id(tensor)] for name, tensor in parameters if id(tensor) in shown}
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a setting whose text says all; None for an object such as a mesh, and for a setting that is not set."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_as_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _names_with_loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Yield the trainable parameters with state that the optimizer's constructor does not create."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters:
+        state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
+        if parameter.requires_grad and any(_is_loaded(value, parameter, group) for value in state.values()):
+            yield name
+
+
+def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether a value of a parameter's state is neither zero nor filled with an option of its group.
+
+    Constructors create such state, as Adagrad's does from initial_accumulator_value; so does that of the reference.
+    """
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float)) and bool(value)
+    local = local_part(value)
+    if local.is_meta or not local.numel():
+        return False
+    options = [option for option in group.values() if isinstance(option, (int, float))]
+    created = [0.0, *(options if value.shape == parameter.shape and local.is_floating_point() else ())]
+    try:
+        least, most = float(local.min()), float(local.max())
+        return least != most or least not in torch.tensor(created, dtype=local.dtype).tolist()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False  # a packed or complex dtype, whose elements torch cannot order
+
+
+def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:
+    """ "AdamW", or "AdamW inside AcceleratedOptimizer"."""
+    wrapped = built_optimizer(subject) is not None and subject.optimizer is not optimizer
+    kinds = dict.fromkeys(type(computing_optimizer(part)).__name__ for part in parts_of_optimizer(optimizer))
+    return " and ".join(kinds) + f" inside {type(subject.optimizer).__name__}" * wrapped
+
+
+def _without_memory(parameter: Parameter) -> bool:
+    """Whether the parameter is on meta or its storage was freed, so that nothing can compute with it."""
+    local = local_part(parameter)
+    return bool(local.is_meta or (local.numel() > 0 and local.untyped_storage().nbytes() == 0))
+
+
+@dataclass(frozen=True)
+class PackedOptimizer:
+    """The class of an optimizer and the hyperparameters of its groups, without parameters and state."""
+
+    kind: type[Optimizer]
+    defaults: Mapping[str, Any]
+    groups: tuple[tuple[Mapping[str, Any], frozenset[str]], ...]
+    """(hyperparameters, names of the parameters); parameters that the model does not register have no name."""
+    hooks: tuple[PackedHook, ...] = ()
+
+    def rebuild(self, model: Module, trainable: Iterable[Parameter]) -> Optimizer:
+        """Return the same groups over the parameters of ``model`` of the same names.
+
+        Trainable parameters that are in no group join the first.
+        """
+        names: dict[Parameter, set[str]] = {parameter: set() for parameter in trainable}
+        for name, _, tensor in named_tensors(model):
+            if tensor in names:
+                names[tensor].add(name)
+        members: list[list[Parameter]] = [[] for _ in self.groups]
+        for parameter, own_names in names.items():
+            own_groups = (number for number, (_, group_names) in enumerate(self.groups) if own_names & group_names)
+            members[next(own_groups, 0)].append(parameter)
+        filled = zip(self.groups, members, strict=True)
+        groups = [{**options, "params": params} for (options, _), params in filled if params]
+        try:
+            accepted = inspect.signature(self.kind).parameters
+            return self.kind(groups, **{key: value for key, value in self.defaults.items() if key in accepted})
+        except Exception as error:
+            _refuse(f"{type(error).__name__}: {error}")
+
+
+@dataclass
+class Rebuilding:
+    """``Subject.optimizer`` of the reference where the loader has built an optimizer, or several in a container."""
+
+    packed: tuple[PackedOptimizer, ...]
+    model: Module
+    hooks_left_out: list[str] = field(default_factory=list)
+    """The step hooks that cannot run on the reference, each with the reason."""
+
+    def __call__(self, trainable: Iterable[Parameter]) -> Optimizer:
+        built = []
+        for packed, own in zip(self.packed, self._divide(trainable), strict=True):
+            if own:
+                optimizer = packed.rebuild(self.model, own)
+                add_hooks(packed.hooks, optimizer, self.model, self.hooks_left_out.append)
+                built.append(optimizer)
+        return built[0] if len(built) == 1 else JoinedOptimizer(built)
+
+    def _divide(self, trainable: Iterable[Parameter]) -> list[list[Parameter]]:
+        """Return the parameters of each optimizer, by name; the first one gets those of none."""
+        names: dict[int, set[str]] = {}
+        for name, _, tensor in named_tensors(self.model):
+            names.setdefault(id(tensor), set()).add(name)
+        held = [frozenset[str]().union(*(own for _, own in packed.groups)) for packed in self.packed]
+        divided: list[list[Parameter]] = [[] for _ in self.packed]
+        for parameter in trainable:
+            numbers = (number for number, own in enumerate(held) if own & names.get(id(parameter), set()))
+            divided[next(numbers, 0)].append(parameter)
+        return divided
+
+
+def hooks_left_out(subject: Subject) -> tuple[str, ...]:
+    """Return the step hooks of the loader's optimizer that the reference did not run, each with the reason."""
+    rebuilding = subject.optimizer
+    return tuple(dict.fromkeys(rebuilding.hooks_left_out)) if isinstance(rebuilding, Rebuilding) else ()
+
+
+def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
+    """Pickle the present settings of the optimizer, or of each one that is joined, for the reference.
+
+    Where that fails, pickle a function that raises the SubjectError when the reference builds its optimizer.
+    """
+    try:
+        packed = dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
+    except Exception as error:
+        packed = dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
+    return packed
+
+
+def _pack_one(optimizer: Optimizer, model: Module) -> PackedOptimizer:
+    names: dict[int, set[str]] = {}
+    for name, _, tensor in named_tensors(model):
+        names.setdefault(id(tensor), set()).add(name)
+    groups = tuple(
+        (
+            {key: value for key, value in group.items() if key not in BY_NAME},
+            frozenset[str]().union(*(names.get(id(parameter), ()) for parameter in group["params"])),
+        )
+        for group in optimizer.param_groups
+    )
+    computing = computing_optimizer(optimizer)
+    return PackedOptimizer(type(computing), dict(optimizer.defaults), groups, pack_hooks(computing, model))
+
+
+def _refuse(problem: str, trainable: Iterable[Parameter] = ()) -> NoReturn:
+    raise SubjectError(
+        "optimizer",
+        f"the reference cannot build the same optimizer ({problem}); "
+        "declare a callable: optimizer=lambda parameters: ... (the loader's own optimizer is then not judged)",
+    )

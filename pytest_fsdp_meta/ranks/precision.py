@@ -1,0 +1,40 @@
+"""Which dtypes models compute in, and which ones a mixed-precision policy sets for computing and reducing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta.ranks.torch_private import mixed_precision
+
+COMPUTED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes in which models compute, and to which FSDP2 casts without a scale. float8 is a form of storage."""
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+
+
+def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return ``computes_in`` and ``reduces_in`` of a RankInventory."""
+    policies = list(_policies(model))
+    return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether the dtype is a floating one of a lower precision than float32."""
+    return bool(dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps)
+
+
+def _policies(model: Module) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = mixed_precision(module)
+            yield policy.param_dtype, policy.reduce_dtype
+        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
+            yield module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype
+
+
+def _names(dtypes: Iterator[torch.dtype | None]) -> tuple[str, ...]:
+    return tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None}))

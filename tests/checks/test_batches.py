@@ -1,0 +1,419 @@
+"""The author's own batches: which rows the ranks of a mesh see, and how they go on after resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Evidence
+from tests.checks.evidence_factory import findings_of, healthy, place, verdict, with_batches
+
+FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
+PASSED_IN_PART = "passed for what could be checked; "
+SAME, DIFFERENT = "the same rows on these ranks", "different rows on each of them"
+ONCE = "each row once"
+OTHER_ROWS = "the epoch of a single rank has other rows (packed, padded, drawn or augmented otherwise)"
+NEXT = "the batches that follow the checkpoint"
+BOTH = "both have data-parallel index"
+TP = {"dp_shard": 2, "tp": 2}
+
+
+def epoch(*by_rank: str, alone: str | None = "all", **facts: Any) -> Evidence:
+    """Return evidence with the batches of each rank, separated by spaces; one letter is one row."""
+    single = alone if alone in ("all", None) else alone.split()
+    return with_batches(healthy(len(by_rank)), [text.split() for text in by_rank], single, **facts)
+
+
+def assert_found(check: str, evidence: Evidence, findings: list[object], cause: str) -> None:
+    found = verdict(check, evidence)
+    assert findings_of(found) == findings
+    assert all(finding.cause.startswith(cause) for finding in found.findings)
+
+
+def on_tp(*by_rank: str, alone: str | None = None, mesh: dict[str, int] = TP) -> Evidence:
+    """Return the evidence of a mesh of 2 x 2 ranks, where two ranks share each data-parallel index."""
+    single = alone.split() if alone else None
+    found = with_batches(healthy(mesh=mesh), [text.split() for text in by_rank], single)
+    ranks = tuple(replace(rank, data_parallel=(number // 2, 2)) for number, rank in enumerate(found.batches.ranks))
+    return replace(found, batches=replace(found.batches, ranks=ranks))
+
+
+def endless_alone(evidence: Evidence) -> Evidence:
+    alone = replace(evidence.batches.alone, ended=False)
+    return replace(evidence, batches=replace(evidence.batches, alone=alone))
+
+
+def one_index(*by_rank: str) -> Evidence:
+    found = epoch(*by_rank, alone=None)
+    ranks = tuple(replace(rank, data_parallel=(0, 1)) for rank in found.batches.ranks)
+    return replace(found, batches=replace(found.batches, ranks=ranks))
+
+
+def without_loader(evidence: Evidence, *numbers: int) -> Evidence:
+    ranks = [
+        replace(rank, loader=False, batches=()) if number in numbers else rank
+        for number, rank in enumerate(evidence.batches.ranks)
+    ]
+    return replace(evidence, batches=replace(evidence.batches, ranks=tuple(ranks)))
+
+
+RIGHT = {
+    "all once": epoch("AB CD", "EF GH"),
+    "filled up, by as many rows as there are ranks": epoch("AC EA", "BD FB", alone="AB CD EF"),
+    "one row filled up": epoch("AC E", "BD A", alone="AB CD E"),
+    "last batches filled up": epoch("ABC GAB", "DEF CDE", alone="ABC DEF G"),
+    "rows left out that fill no batch": epoch("ABC", "DEF", alone="ABC DEF GHI JK"),
+    "a row left out by the sampler": epoch("AB C", "DE F", alone="AB CD EF G"),
+    "a single rank drops other rows": epoch("AB CD", "EF GI", alone="AB CD EF GH"),
+    "rows that the data repeats": epoch("AA BC", "AB DD", alone="AA AB BC DD"),
+    "all rows are equal": epoch("AA AA", "AA AA", alone="AA AA AA AA"),
+    "along tp": on_tp("AB CD", "AB CD", "EF GH", "EF GH", alone="AB CD EF GH"),
+    "one data-parallel rank": one_index("AB", "AB"),
+}
+RIGHT["other ranks get their batches from the first one"] = without_loader(RIGHT["along tp"], 1, 3)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_batches_pass(name):
+    found = verdict(FOLLOW, RIGHT[name])
+    assert (found.status, found.findings, found.reason) == ("passed", (), "")
+
+
+IN_PART = {
+    "a loader that was built": (
+        epoch("AB CD", "EF GH", alone=None),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
+    "a loader that was built, and fills up": (
+        epoch("AC EA", "BD FB", alone=None),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
+    "a function that holds the rank": (
+        epoch("AB CD", "EF GH", alone="AB CD"),
+        "missing rows were not looked for: in a world of one rank, data() returns the part of rank 0; let it ask for "
+        "the rank when it runs",
+    ),
+    "random rows": (epoch("AB CD", "EF GH", alone="IJ KL MN OP"), f"missing rows were not looked for: {OTHER_ROWS}"),
+    "rows drawn with replacement": (
+        epoch("AA BC", "AD DE", alone="AB BD CC EA"),
+        "rows repeat in the part of a single rank as well, so repeated rows are not judged",
+    ),
+    "rows that may repeat by themselves": (
+        epoch("AA BC", "AD EE", alone=None),
+        "rows repeat in the part of a single rank as well, so repeated rows are not judged; missing rows were not "
+        "looked for: data is a loader that was built",
+    ),
+    "one batch each": (
+        epoch("ABC", "ABC", alone="ABC"),
+        "an epoch of one batch is too short to distinguish repeated rows from padding",
+    ),
+    "without an end": (
+        epoch("AB CD AB CD", "EF GH EF GH", alone=None, ended=False),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
+    "without an end on a single rank": (
+        endless_alone(epoch("AB CD", "EF GH")),
+        "missing rows were not looked for: the epoch of a single rank has more batches than are read",
+    ),
+    "another split in each epoch": (
+        epoch("AB CD IJ KL EF GA", "EF GH MN OP AB DC", alone=None, ended=False),
+        "missing rows were not looked for: data is a loader that was built",
+    ),
+    "parts of split sequences": (
+        on_tp("AB CD", "ab cd", "EF GH", "ef gh", mesh={"dp_shard": 2, "cp": 2}),
+        "the ranks of one data-parallel index see different rows, maybe parts of split sequences; missing rows were "
+        "not looked for: data is a loader that was built",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PART)
+def test_what_cannot_be_known_is_not_green(name):
+    evidence, reason = IN_PART[name]
+    found = verdict(FOLLOW, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == PASSED_IN_PART + reason
+
+
+WRONG = {
+    "the same on all": (
+        epoch("AB CD", "AB CD", alone="AB CD"),
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
+        "nothing splits the data",
+    ),
+    "the same on all, in another order": (
+        epoch("AB CD", "DC AB", alone=None),
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
+        "nothing splits the data",
+    ),
+    "the same on all, without an end": (
+        epoch("AB CD EF AB CD EF", "AB CD EF AB CD EF", alone=None, ended=False),
+        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
+        "nothing splits the data",
+    ),
+    "the same on some": (
+        epoch("AB CD", "EF GH", "AB CD", "EF GH", alone="AB CD EF GH"),
+        [
+            ("data", (0, 2), SAME, DIFFERENT, "4 rows on each"),
+            ("data", (1, 3), SAME, DIFFERENT, "4 rows on each"),
+        ],
+        "the data is split over some of the data-parallel ranks only",
+    ),
+    "another seed on each rank": (
+        epoch("AB CD", "CA EF", alone="AB CD EF GH"),
+        [("data", (0, 1), "2 of 8 rows of an epoch are repetitions", ONCE, "on several data-parallel ranks")],
+        "the ranks take their parts from different orders",
+    ),
+    "parts that overlap by a row": (
+        epoch("AB CD E", "EF GH", alone="AB CD EF GH"),
+        [("data", (1,), "Subject(data=...) ends after 2 batches", "3, as on rank 0", "")],
+        "the ranks have different numbers of rows or files",
+    ),
+    "parts that overlap by a row, with as many batches": (
+        epoch("ABC DE", "EFG H", alone="ABC DEF GH"),
+        [("data", (0, 1), "1 of 9 rows of an epoch are repetitions", ONCE, "on several data-parallel ranks")],
+        "the ranks take their parts from different orders",
+    ),
+    "workers that all read everything": (
+        epoch("AB AB CD CD", "EF EF GH GH", alone="AB CD EF GH"),
+        [("data", (0, 1), "8 of 16 rows of an epoch are repetitions", ONCE, "on the same rank")],
+        "the loader of one rank repeats rows",
+    ),
+    "split twice": (
+        epoch("AB CD", "EF GH", alone="AB CD EF GH IJ KL MN OP"),
+        [("data", (0, 1), "8 of 16 rows of an epoch are on no rank", "each row on one data-parallel rank", "")],
+        "the data is split twice",
+    ),
+    "an end that is left out": (
+        epoch("AB C", "EF G", alone="AB CD EF GH"),
+        [("data", (0, 1), "2 of 8 rows of an epoch are on no rank", "each row on one data-parallel rank", "")],
+        "the parts do not cover the data",
+    ),
+    "empty on one rank": (
+        epoch("AB CD", "", alone=None),
+        [("data", (1,), "Subject(data=...) ends after 0 batches", "2, as on rank 0", "")],
+        "the ranks have different numbers of rows or files",
+    ),
+    "other rows along tp": (
+        on_tp("AB CD", "EF GH", "IJ KL", "MN OP"),
+        [
+            ("data", (1,), "other rows than rank 0", "the rows of rank 0 in their order", f"{BOTH} 0 of 2"),
+            ("data", (3,), "other rows than rank 2", "the rows of rank 2 in their order", f"{BOTH} 1 of 2"),
+        ],
+        "the data is split over all ranks",
+    ),
+    "another order along tp": (
+        on_tp("AB CD", "CD AB", "EF GH", "EF GH"),
+        [
+            (
+                "data",
+                (1,),
+                "the rows of rank 0 in another order",
+                "the rows of rank 0 in their order",
+                f"{BOTH} 0 of 2",
+            )
+        ],
+        "each rank shuffles or augments with its own seed",
+    ),
+    "another order along cp": (
+        on_tp("AB CD", "CD AB", "EF GH", "EF GH", mesh={"dp_shard": 2, "cp": 2}),
+        [
+            (
+                "data",
+                (1,),
+                "the rows of rank 0 in another order",
+                "the rows of rank 0 in their order",
+                f"{BOTH} 0 of 2",
+            )
+        ],
+        "each rank shuffles or augments with its own seed",
+    ),
+    "fewer batches along tp": (
+        on_tp("AB CD", "AB", "EF GH", "EF GH"),
+        [
+            (
+                "data",
+                (1,),
+                "1 batch instead of 2 batches as on rank 0",
+                "the rows of rank 0 in their order",
+                f"{BOTH} 0 of 2",
+            )
+        ],
+        "the data is split over all ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_batches_are_found_with_their_cause(name):
+    assert_found(FOLLOW, *WRONG[name])
+
+
+def test_data_without_batches_is_an_error():
+    found = verdict(FOLLOW, epoch("", "", alone=None))
+    assert found.status == "error"
+    assert found.reason == "Subject(data=...): it has no batches, but should have some on every rank"
+
+
+def test_a_single_rank_sees_everything():
+    found = verdict(FOLLOW, epoch("AB CD", alone=None))
+    assert (found.status, found.reason) == ("skipped", "a single rank sees all rows")
+
+
+def test_a_dimension_of_the_models_own_mesh_may_split_sequences():
+    evidence = on_tp("AB CD", "ab cd", "EF GH", "ef gh", mesh={"dp_shard": 4})
+    own = place(evidence, "layers.0.weight", {"dp": 2, "cp": 2}, "S(0)", "R")
+    assert verdict(FOLLOW, evidence).status == "failed"
+    assert verdict(FOLLOW, own).status == "skipped"
+
+
+# After resuming; the checkpoint is after the first batch.
+
+
+def resumed(*by_rank: str, size: int = 2, epochs: Sequence[str] = ("AB CD EF", "GH IJ KL"), **facts: Any) -> Evidence:
+    """Return evidence of an epoch whose ranks see these batches after resuming."""
+    evidence = epoch(*epochs[:size], alone=None, **facts)
+    ranks = tuple(
+        replace(rank, batches=tuple(map(tuple, text.split())), saved_after=0)
+        for rank, text in zip(evidence.batches.ranks, by_rank, strict=True)
+    )
+    return replace(evidence, batches_resumed=ranks)
+
+
+RESUMED = {
+    "from the beginning": (
+        resumed("AB CD EF", "GH IJ KL"),
+        [("data", (0, 1), "the epoch from its beginning after resuming", NEXT, "")],
+        "the position is not saved or not loaded",
+    ),
+    "from the beginning on one rank": (
+        resumed("CD EF", "GH IJ KL"),
+        [("data", (1,), "the epoch from its beginning after resuming", NEXT, "")],
+        "this rank loads the state of another one, or none",
+    ),
+    "a batch skipped": (
+        resumed("EF", "KL"),
+        [("data", (0, 1), "1 batch after the checkpoint skipped after resuming", NEXT, "")],
+        "batches that were prefetched count as seen",
+    ),
+    "the batches of rank 0": (
+        resumed("CD EF", "CD EF"),
+        [("data", (1,), "the batches of rank 0 after resuming", NEXT, "")],
+        "this rank loads the state of another one",
+    ),
+    "another order": (
+        resumed("FC ED", "IJ KL"),
+        [("data", (0,), "the rows that follow the checkpoint, in another order", NEXT, "")],
+        "the order is drawn again",
+    ),
+    "other rows": (
+        resumed("AC EG", "IJ KL"),
+        [
+            (
+                "data",
+                (0,),
+                "other rows after resuming",
+                NEXT,
+                "1 row seen again, 2 rows of those that follow missing",
+            )
+        ],
+        "the order is drawn again",
+    ),
+    "nothing": (
+        resumed("", ""),
+        [("data", (0, 1), "no batches after resuming", NEXT, "")],
+        "the loader considers its epoch as over",
+    ),
+    "ends early, and the epoch does not": (
+        resumed("CD", "IJ", ended=False),
+        [("data", (0, 1), "ends early after resuming", NEXT, "")],
+        "the loader considers its epoch as over",
+    ),
+    "ends early": (
+        resumed("CD", "IJ"),
+        [("data", (0, 1), "ends early after resuming", NEXT, "")],
+        "the loader considers its epoch as over",
+    ),
+    "from the beginning, without an end": (
+        resumed("AB CD EF", "GH IJ KL", ended=False),
+        [("data", (0, 1), "the epoch from its beginning after resuming", NEXT, "")],
+        "the position is not saved or not loaded",
+    ),
+    "the last batch again": (
+        resumed("CD EF MN", "IJ KL OP", epochs=("AB CD EF MN", "GH IJ KL OP"), saved_after=2),
+        [("data", (0, 1), "the last 1 batch before the checkpoint again after resuming", NEXT, "")],
+        "the saved position is that of an earlier batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_other_batches_after_resuming_are_found_with_their_cause(name):
+    assert_found(RESUME, *RESUMED[name])
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        resumed("CD EF", "IJ KL"),
+        resumed("CDE F", "IJ KL"),
+        resumed("CD EF AB CD", "IJ KL GH", ended=False),
+        without_loader(resumed("CD EF", ""), 1),
+        resumed("CD EF", size=1),
+    ],
+    ids=["next", "in other batches", "without an end", "another rank without a loader", "alone"],
+)
+def test_the_batches_that_follow_pass(evidence):
+    found = verdict(RESUME, evidence)
+    assert (found.status, found.findings, found.reason) == ("passed", (), "")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (
+            resumed("", "", epochs=("AB", "CD")),
+            "the epoch ends at the checkpoint, after its first batches; give data at least 3 batches",
+        ),
+        (
+            resumed("AA", "AA", epochs=("AA AA", "AA AA")),
+            "all rows of data are equal, so no position in it can be distinguished",
+        ),
+        (
+            resumed("MN OP", "QR ST"),
+            "most rows after resuming are in no rank's epoch, so they are drawn or augmented at random",
+        ),
+    ],
+    ids=["too short", "equal", "random"],
+)
+def test_what_cannot_be_known_after_resuming_is_not_green(evidence, reason):
+    found = verdict(RESUME, evidence)
+    assert (found.status, found.findings, found.reason) == ("skipped", (), reason)
+
+
+def resumed_again(*by_rank: str) -> Evidence:
+    """Return evidence of ranks that have resumed after the first batch, and again after two more."""
+    evidence = resumed("CD EF GH IJ", "MN OP QR ST", epochs=("AB CD EF GH IJ", "KL MN OP QR ST"))
+    ranks = tuple(
+        replace(rank, saved_after=2, resumed_again=tuple(map(tuple, text.split())))
+        for rank, text in zip(evidence.batches_resumed, by_rank, strict=True)
+    )
+    return replace(evidence, batches_resumed=ranks)
+
+
+def test_resuming_a_second_time():
+    assert verdict(RESUME, resumed_again("GH IJ", "QR ST")).status == "passed"
+    found = verdict(RESUME, resumed_again("EF GH IJ", "OP QR ST"))
+    actual = "the last 1 batch before the checkpoint again after resuming a second time"
+    assert findings_of(found) == [("data", (0, 1), actual, NEXT, "")]
+    assert found.findings[0].cause.startswith("the position is counted from the first time that the run has resumed")
+
+
+def test_a_first_time_that_fails_explains_the_second():
+    evidence = resumed_again("EF GH IJ", "OP QR ST")
+    first = tuple(replace(rank, batches=rank.batches[1:]) for rank in evidence.batches_resumed)
+    found = verdict(RESUME, replace(evidence, batches_resumed=first))
+    assert [finding.actual for finding in found.findings] == ["1 batch after the checkpoint skipped after resuming"]

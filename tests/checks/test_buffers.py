@@ -1,0 +1,171 @@
+"""What the checks make of buffers that training changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Noise, TensorNoise
+from tests.checks.evidence_factory import (
+    COUNTER,
+    MIDDLE,
+    change,
+    change_reference,
+    counted,
+    findings_of,
+    healthy,
+    on_runs,
+    remeasured,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+ID, REPLICAS = "buffers_follow_training", "replicas_stay_equal"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+
+
+def rounding(evidence, grain=1e-6):
+    """Let the counter be a float, which rounds."""
+    runs = []
+    for run in evidence.training:
+        seen = {
+            when: tuple(replace(c, measure=replace(c.measure, grain=grain)) for c in getattr(run.buffers, when))
+            for when in ("first", "last")
+        }
+        runs.append(replace(run, buffers=replace(run.buffers, **seen)))
+    evidence = change(replace(evidence, training=tuple(runs)), COUNTER, dtype="float32")
+    return change_reference(evidence, COUNTER, dtype="float32")
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 1}, {"dp_shard": 2}, HSDP, {"tp": 2}])
+def test_buffers_that_follow_the_reference(mesh):
+    evidence = counted(healthy(mesh=mesh))
+    assert (verdict(ID, evidence).status, verdict(ID, rounding(evidence)).status) == ("passed", "passed")
+    assert verdict(REPLICAS, evidence).status == ("skipped" if mesh == {"dp_shard": 1} else "passed")
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (2.0, "it is summed over the ranks where the reference has a mean: the number of data-parallel ranks is the "),
+        (2.0, "; or it is updated twice in a step: activation checkpointing runs the forward again in backward"),
+        (0.5, "each rank counts its own rows only: the number of data-parallel ranks is what is missing"),
+        (
+            3.0,
+            "they are computed from other rows than the reference's, at another time of the step, or ",
+        ),
+    ],
+)
+def test_a_factor_explains_what_happened(factor, cause):
+    (found,) = verdict(ID, counted(healthy(), factor, "first")).findings
+    text = {0.5: "1/2"}.get(factor, f"{factor:g}")
+    assert (found.tensor, found.ranks) == (COUNTER, (0, 1))
+    assert (found.actual, found.expected) == (
+        f"{text} times the reference's change after the first step",
+        "the same change",
+    )
+    assert cause in found.cause
+
+
+def test_integers_have_to_be_equal_and_floats_within_rounding():
+    almost = counted(healthy(), 1.0005, "first")
+    assert verdict(ID, almost).status == "failed"
+    assert verdict(ID, rounding(almost)).status == "passed"
+    assert verdict(ID, rounding(counted(healthy(), 1.5, "first"))).status == "failed"
+
+
+def test_integers_that_depend_on_rounding_may_differ_within_the_noise():
+    """A token whose two best experts are nearly alike is counted for either."""
+    evidence = counted(healthy(), 1.0005, "first")
+    noise = {"first_buffers": {COUNTER: TensorNoise(0.001)}, "buffers": {COUNTER: TensorNoise(0.001)}}
+    assert verdict(ID, on_runs(evidence, None, noise=Noise(**noise))).status == "passed"
+
+
+def test_a_difference_after_the_last_step_only():
+    (found,) = verdict(ID, counted(healthy(), 1.5)).findings
+    assert found.actual == "1.5 times the reference's change after 3 steps"
+    wrong = remeasured(counted(healthy(), 1.5), MIDDLE, 0.1, observed="parameters")
+    assert verdict(ID, wrong).why == "depends on a failed check"
+    assert verdict("update_parity", wrong).status == "failed"
+
+
+def test_no_change_where_the_reference_changes():
+    (found,) = verdict(ID, counted(healthy(), 0.0, "first")).findings
+    assert found.actual == "no change after the first step"
+    (other,) = verdict(ID, counted(healthy(), 1.0, "first", apart=0.5)).findings
+    assert other.actual == "another change than the reference's after the first step"
+
+
+def test_replicas_that_differ_are_one_finding():
+    evidence = counted(healthy(), 0.5, "last", ranks=[1])
+    evidence = counted_first_too(evidence)
+    found = verdict(REPLICAS, evidence)
+    actual = "differs from its replicas after 3 steps"
+    assert findings_of(found) == [(COUNTER, (1,), actual, "bit-identical", "rank 1 differs from rank 0")]
+    assert found.findings[0].cause.startswith("each rank updates it from its own rows")
+    assert (verdict(ID, evidence).findings, verdict(ID, evidence).unjudged) == ((), {REPLICAS: (COUNTER,)})
+
+
+def counted_first_too(evidence):
+    runs = (replace(run, buffers=replace(run.buffers, first=run.buffers.last)) for run in evidence.training)
+    return replace(evidence, training=tuple(runs))
+
+
+def test_replicas_that_round_differently_are_equal():
+    evidence = rounding(counted(healthy(), 1.0005, ranks=[1]))
+    assert verdict(REPLICAS, evidence).status == "passed"
+    without = undeclared(evidence, "reference", "values", "verifier", why="no")
+    assert [f.tensor for f in verdict(REPLICAS, without).findings] == [COUNTER]
+
+
+def test_buffers_that_differ_before_the_steps_are_each_ranks_own():
+    """An offset that depends on the rank moves alike or stays."""
+    evidence = change(counted(healthy()), COUNTER, [1], digest="offset of rank 1")
+    assert COUNTER not in [f.tensor for f in verdict(REPLICAS, evidence).findings]
+
+
+def test_scratch_memory_is_not_judged():
+    def transient(rank):
+        return replace(rank, tensors=tuple(replace(t, persistent=t.name != COUNTER) for t in rank.tensors))
+
+    evidence = counted(healthy(), 0.5, "first")
+    runs = tuple(replace(run, after=transient(run.after)) for run in evidence.training)
+    evidence = replace(evidence, training=runs)
+    evidence = with_reference(evidence, after=transient(evidence.reference.after))
+    assert verdict(ID, evidence).reason.startswith("training changes no persistent buffer")
+    assert verdict(REPLICAS, evidence).reason.startswith("nothing is replicated")
+
+
+def test_buffers_that_ddp_broadcasts_are_not_judged():
+    evidence = counted(healthy(), 0.5, "first", ranks=[1])
+    runs = (replace(run, buffers=replace(run.buffers, broadcast=(COUNTER,))) for run in evidence.training)
+    evidence = replace(evidence, training=tuple(runs))
+    assert (verdict(ID, evidence).status, verdict(REPLICAS, evidence).status) == ("skipped", "skipped")
+
+
+def test_steps_of_several_forwards_change_statistics_by_design():
+    evidence = counted(healthy(), 2.0, "first")
+    runs = (replace(run, buffers=replace(run.buffers, forwards=6)) for run in evidence.training)
+    evidence = replace(evidence, training=tuple(runs))
+    own = replace(evidence.subject, declared=evidence.subject.declared | {"train_step"})
+    found = verdict(ID, replace(evidence, subject=own))
+    assert found.reason == (
+        "counter differs from the reference's, but train_step runs 6 forwards of the model in 3 steps on rank 0, and "
+        "the reference 3; statistics depend on that"
+    )
+    runs = (replace(run, buffers=replace(run.buffers, forwards=3)) for run in evidence.training)
+    assert verdict(ID, replace(evidence, subject=own, training=tuple(runs))).status == "failed"
+
+
+def test_wrong_buffers_explain_later_differences():
+    wrong = remeasured(counted(healthy(), 2.0, "first"), MIDDLE, 0.1, observed="parameters")
+    assert verdict("update_parity", wrong).why == "depends on a failed check"
+
+
+def test_a_wrong_gradient_explains_buffers_that_differ():
+    evidence = remeasured(counted(healthy(), 2.0, "first"), MIDDLE, 2.0)
+    assert verdict(ID, evidence).why == "depends on a failed check"
+    apart = remeasured(counted(healthy(), 0.5, ranks=[1]), MIDDLE, 2.0)
+    assert verdict(REPLICAS, apart).findings == ()

@@ -1,0 +1,677 @@
+"""load_is_repeatable and the checks of saving, loading and resuming, on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, RankStateDict
+from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
+from tests.checks.evidence_factory import (
+    CATALOGUE,
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    ROTARY,
+    change,
+    declare,
+    differ,
+    drop,
+    empty,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    left_out,
+    rename,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
+RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
+OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
+ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME, AGAIN)
+NAN = math.nan
+OTHER = Comparison(
+    MIDDLE, False, elements=24, differing=12, max_abs=1.0, max_rel=0.5, index=(3, 0), expected=2.0, actual=1.0
+)
+NUMBERS = "12 of 24 elements differ, first at [3, 0]: 1, but should be 2"
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(mesh={"dp_replicate": 2, "dp_shard": 2})])
+def test_healthy_evidence_passes(check, evidence):
+    found = verdict(check, evidence)
+    assert (found.status, found.findings, found.unjudged) == ("passed", (), {})
+
+
+@pytest.mark.parametrize("check", [check for check in ALL if check not in (OPTIMIZER, AGAIN)])
+def test_an_empty_model_passes(check):
+    assert verdict(check, empty()).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("check", "observation"),
+    [
+        (REPEATABLE, "repetition"),
+        (NAMES, "state_dict"),
+        (NAMES, "reference"),
+        (ROUND_TRIP, "saved"),
+        (ROUND_TRIP, "restored"),
+        (RESHARDS, "resharded"),
+        (EXPORTS, "export"),
+        (OPTIMIZER, "resumed"),
+        (RESUME, "continued"),
+        (AGAIN, "saved_again"),
+        (AGAIN, "restored_again"),
+    ],
+)
+def test_what_was_not_observed(check, observation):
+    skipped = verdict(check, undeclared(healthy(), observation, why="not declared"))
+    assert (skipped.status, skipped.reason) == ("skipped", "not declared")
+    failed = verdict(check, undeclared(healthy(), observation, why="rank 1 hung", error=True, detail="stacks"))
+    assert (failed.status, failed.reason, failed.detail) == ("error", "rank 1 hung", "stacks")
+
+
+def again(evidence: Evidence, observed: str, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Evidence:
+    """Change facts of an observation on these ranks."""
+    records = getattr(evidence, observed)
+    changed = tuple(replace(record, **facts) if rank in ranks else record for rank, record in enumerate(records))
+    return replace(evidence, **{observed: changed})
+
+
+def second_load(evidence: Evidence, name: str, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Evidence:
+    changed = change(replace(evidence, inventory=evidence.repetition), name, ranks, **facts).inventory
+    return replace(evidence, repetition=changed)
+
+
+def test_a_second_load_with_other_values():
+    found = verdict(REPEATABLE, second_load(healthy(), MIDDLE, digest="other bits"))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "different values in the second load", "the same as in the first", "")
+    ]
+
+
+def test_a_second_load_with_other_values_on_one_rank():
+    found = verdict(REPEATABLE, second_load(healthy(), ROTARY, (1,), digest="other bits"))
+    assert findings_of(found) == [(ROTARY, (1,), "different values in the second load", "the same as in the first", "")]
+
+
+def test_a_second_load_of_another_dtype():
+    found = verdict(REPEATABLE, second_load(healthy(), MIDDLE, dtype="bfloat16", digest="other bits"))
+    assert findings_of(found) == [(MIDDLE, (0, 1), "dtype bfloat16 in the second load", "float32, as in the first", "")]
+
+
+def test_a_second_load_with_other_tensors():
+    evidence = healthy()
+    second = drop(rename(evidence, "new_", HEAD), MIDDLE, [0]).inventory
+    found = verdict(REPEATABLE, replace(evidence, repetition=second))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "missing in the second load", "in both", ""),
+        (HEAD, (0, 1), "missing in the second load", "in both", ""),
+        (f"new_{HEAD}", (0, 1), "only in the second load", "in both", ""),
+    ]
+
+
+def test_uninitialised_memory_explains_a_second_load_that_differs():
+    garbage = change(differ(healthy(), MIDDLE), MIDDLE, nan=1, poisoned=1)
+    found = verdict(REPEATABLE, second_load(garbage, MIDDLE, digest="garbage"))
+    assert (found.status, found.reason) == ("skipped", left_out("no_uninitialized_memory", MIDDLE))
+
+
+def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) -> Evidence:
+    """Rename keys of these ranks' state dicts, or drop those whose new name is empty."""
+    names = {name.replace("__", "."): other for name, other in renamed.items()}
+    new = [names.get(key, key) for key in evidence.reference.state_dict]
+    return again(evidence, "state_dict", ranks, keys=tuple(filter(None, new)))
+
+
+def test_a_key_that_is_missing():
+    found = verdict(NAMES, keys(healthy(), head__weight=""))
+    assert findings_of(found) == [(HEAD, (0, 1), "missing in the state dict", "saved under this name", "")]
+
+
+def test_a_key_that_is_missing_on_one_rank():
+    found = verdict(NAMES, keys(healthy(), (1,), head__weight=""))
+    assert findings_of(found) == [(HEAD, (1,), "missing in the state dict", "saved under this name", "")]
+
+
+def test_a_state_dict_that_one_rank_gathers():
+    evidence = again(healthy(), "state_dict", (1,), keys=())
+    own = replace(evidence, subject=replace(evidence.subject, declared=evidence.subject.declared | {"state_dict"}))
+    assert verdict(NAMES, own).status == "passed"
+    nowhere = again(own, "state_dict", (0, 1), keys=())
+    for broken, ranks in ((evidence, (1,)), (nowhere, (0, 1))):
+        assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "missing in the state dict")}
+
+
+def test_a_key_that_is_renamed():
+    found = verdict(NAMES, keys(healthy(), head__weight="output.weight"))
+    assert findings_of(found) == [
+        (HEAD, (0, 1), "missing in the state dict", "saved under this name", ""),
+        ("output.weight", (0, 1), "extra key in the state dict: the reference has no such key", "", ""),
+    ]
+
+
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_a_key_with_a_wrappers_prefix(from_disk):
+    evidence = keys(healthy(), layers__0__weight="layers.0._orig_mod.weight")
+    if from_disk:
+        evidence = from_checkpoint(evidence)
+    found = verdict(NAMES, evidence)
+    assert findings_of(found) == [
+        ("layers.0._orig_mod.weight", (0, 1), "key contains a wrapper's prefix", "saved without _orig_mod", "")
+    ]
+    assert found.findings[0].cause.startswith("the state dict is taken from the wrapper that torch.compile")
+
+
+def test_a_module_that_is_named_like_a_wrapper():
+    renamed = "block._orig_mod.weight"
+    evidence = keys(healthy(), layers__0__weight=renamed)
+    assert verdict(NAMES, with_reference(evidence, state_dict=evidence.state_dict[0].keys)).status == "passed"
+
+
+def test_a_checkpoint_may_leave_out_one_of_two_tied_names():
+    evidence = from_checkpoint(healthy(), HEAD)
+    assert verdict(NAMES, evidence).status == "passed"
+
+
+def saved(**others: str) -> RankSaved:
+    """Return the saved state of a healthy rank, with other digests for these names."""
+    tensors = dict(healthy().saved[0].tensors)
+    return RankSaved(tensors | {name.replace("__", "."): bits for name, bits in others.items()})
+
+
+def test_a_tensor_that_is_not_restored():
+    found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(layers__0__weight="other"),) * 2))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "different values after loading", "the saved values", ""),
+    ]
+
+
+def test_a_tensor_that_loading_does_not_change():
+    other = saved(layers__0__weight="other")
+    found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "not restored: loading does not change it", "the saved values", ""),
+        (MIDDLE, (1,), "different values after loading", "the saved values", ""),
+    ]
+    assert ["casts" in finding.cause for finding in found.findings] == [False, True]
+    assert found.findings[1].cause.endswith("(an asynchronous save), and training changed them")
+    # A tensor that was saved with the same values is restored.
+    alike = replace(healthy(), restored=(replace(saved(), untouched=(MIDDLE,)),) * 2)
+    assert verdict(ROUND_TRIP, alike).status == "passed"
+
+
+def test_a_tensor_that_is_not_restored_on_one_rank():
+    found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+
+
+def test_an_extra_state_that_is_not_restored():
+    evidence = again(healthy(), "saved", extra={"norm._extra_state": "scale 3"})
+    evidence = again(evidence, "restored", extra={"norm._extra_state": "scale 1"})
+    found = verdict(ROUND_TRIP, evidence)
+    assert findings_of(found) == [
+        ("norm._extra_state", (0, 1), "different state after loading", "the saved state", ""),
+    ]
+
+
+def test_a_name_with_different_values_on_ranks_is_not_judged():
+    apart = (saved(counter="experts of rank 0"), saved(counter="experts of rank 1"))
+    evidence = replace(healthy(), saved=apart, restored=(apart[0], apart[0]))
+    found = verdict(ROUND_TRIP, evidence)
+    assert found.status == "skipped"
+    assert found.reason == (
+        "passed for what could be checked; ranks hold different values of counter in the same place of the tensor, and "
+        "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
+    )
+    found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+
+
+def test_a_missing_key_is_reported_by_one_check():
+    evidence = again(keys(healthy(), head__weight=""), "saved", left_out=(HEAD,))
+    evidence = again(evidence, "restored", tensors=saved(head__weight="other").tensors)
+    assert verdict(NAMES, evidence).status == "failed"
+    found = verdict(ROUND_TRIP, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out(NAMES, HEAD))
+    alone = undeclared(evidence, "reference", why="Subject(reference=...) is not declared")
+    assert verdict(ROUND_TRIP, alone).reason == (
+        f"the state dict has no key for {HEAD}; whether it should have one needs a reference"
+    )
+
+
+def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
+    return replace(evidence, resharded=replace(evidence.resharded, comparisons=(comparisons,)))
+
+
+def test_a_world_of_another_size_loads_other_values():
+    found = verdict(RESHARDS, elsewhere(healthy(), OTHER))
+    assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", NUMBERS)]
+
+
+REFUSED = {"comparisons": (), "refused": "RuntimeError in Subject(resume=...): another size", "ranks": (0,)}
+
+
+def refused(evidence: Evidence) -> Evidence:
+    return replace(evidence, resharded=replace(evidence.resharded, **REFUSED))
+
+
+def test_a_world_of_another_size_cannot_load_the_checkpoint():
+    found = verdict(RESHARDS, refused(healthy()))
+    raised = "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size"
+    assert findings_of(found) == [(None, (0,), raised, "", "")]
+    assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
+    # Parameters that differ from the reference do not explain an error.
+    assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
+
+
+def test_an_earlier_finding_may_explain_the_load_error():
+    broken = replace(refused(healthy()), restored=(saved(layers__0__weight="other"),) * 2)
+    found = verdict(RESHARDS, broken)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "loading the checkpoint in a world of 1 raises RuntimeError in Subject(resume=...): another size; the findings "
+        "of dcp_round_trip may explain it",
+    )
+
+
+def test_another_shape_in_a_world_of_another_size():
+    odd = Comparison(MIDDLE, False, problem="shape (3, 4)", should_be="(6, 4), as in the reference")
+    found = verdict(RESHARDS, elsewhere(healthy(), odd))
+    assert [finding.detail for finding in found.findings] == ["shape (3, 4), but should be (6, 4), as in the reference"]
+
+
+def test_a_tensor_that_was_wrong_before_saving_is_not_judged():
+    found = verdict(RESHARDS, elsewhere(differ(healthy(), MIDDLE), OTHER))
+    assert (found.status, found.reason) == ("skipped", left_out("params_equal_reference", MIDDLE))
+
+
+def test_a_tensor_that_loading_casts_may_be_rounded():
+    rounded = replace(OTHER, cast=True, max_rel=2.0**-8)
+    assert verdict(RESHARDS, elsewhere(healthy(), rounded)).status == "passed"
+
+
+def test_an_export_with_a_missing_and_an_extra_key():
+    evidence = replace(healthy(), export=Export((HEAD,), ("output.weight",)))
+    assert findings_of(verdict(EXPORTS, evidence)) == [
+        (HEAD, (0,), "missing in the gathered state dict", "exported", ""),
+        ("output.weight", (0,), "extra key in the gathered state dict: the reference has no such key", "", ""),
+    ]
+
+
+def test_an_export_with_other_values():
+    found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(OTHER,))))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "different values in the gathered state dict", "the reference's", NUMBERS)
+    ]
+
+
+def test_an_export_that_rounds():
+    found = verdict(EXPORTS, replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), "bfloat16 in the gathered state dict, which rounds its values", "float32, as on the ranks", "")
+    ]
+    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
+    # The loader itself holds the tensor in that dtype, which other checks judge.
+    cast = change(replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})), MIDDLE, dtype="bfloat16")
+    assert verdict(EXPORTS, cast).findings == ()
+
+
+def test_an_export_that_is_padded():
+    padded = Comparison(EMBEDDING, False, problem="shape (16, 4)", should_be="(8, 4), as in the reference")
+    found = verdict(EXPORTS, replace(healthy(), export=Export(comparisons=(padded,))))
+    assert findings_of(found) == [
+        (EMBEDDING, (0,), "shape (16, 4) in the gathered state dict", "(8, 4), as in the reference", "")
+    ]
+    assert found.findings[0].cause.startswith("a state-dict hook changes its form")
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, (4, 4)), (4, (2, 4))])
+def test_an_export_of_a_ranks_own_shard(world, shape):
+    shard = Comparison(EMBEDDING, False, problem=f"shape {shape}", should_be="(8, 4), as in the reference")
+    (finding,) = verdict(EXPORTS, replace(healthy(world), export=Export(comparisons=(shard,)))).findings
+    assert finding.cause == "state_dict() returns a rank's own shard"
+    assert finding.remedy == (
+        "gather it: full_tensor(), or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+    )
+
+
+def test_an_export_is_not_compared_with_an_unreproducible_reference():
+    evidence = replace(with_reference(healthy(), unstable=(MIDDLE,)), export=Export(comparisons=(OTHER,)))
+    assert verdict(EXPORTS, evidence).status == "passed"
+
+
+def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -> Evidence:
+    """Change the optimizer state of these parameters after resuming."""
+    kept = dict(evidence.continued[0].state) | {name.replace("__", "."): value for name, value in state.items()}
+    return again(evidence, "resumed", ranks, state={name: value for name, value in kept.items() if value})
+
+
+def test_an_optimizer_state_that_is_not_restored():
+    found = verdict(OPTIMIZER, resumed(healthy(), layers__0__weight=None))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "no optimizer state after loading", "momentum_buffer, as saved", ""),
+    ]
+
+
+def test_an_optimizer_without_any_loaded_state():
+    names = {name.replace(".", "__"): None for name in healthy().continued[0].state}
+    found = verdict(OPTIMIZER, resumed(healthy(), **names)).findings
+    assert {finding.cause.split(":")[0] for finding in found} == {"no state is loaded"}
+    # If only one rank has no state, the cause is another.
+    found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
+    assert not [finding for finding in found if finding.cause.startswith("no state is")]
+
+
+def test_an_optimizer_with_another_state_on_one_rank():
+    found = verdict(OPTIMIZER, resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}))
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
+    ]
+
+
+ADAM = {"step": "float32 () 3.0", "exp_avg": "float32 (6, 4) a", "exp_avg_sq": "float32 (6, 4) b"}
+CHANGED = "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position"
+
+
+def adam(evidence: Evidence, names: Collection[str], **changes: str) -> Evidence:
+    """Give every parameter the state of Adam, and change it for these after loading."""
+    saved = dict.fromkeys(evidence.continued[0].state, ADAM)
+    loaded = saved | dict.fromkeys(names, ADAM | changes)
+    return again(again(evidence, "continued", state=saved), "resumed", state=loaded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "actual", "expected"),
+    [
+        ({"step": "float32 () 0.0"}, "step 0 after loading", "3"),
+        ({"step": "0"}, "step 0 after loading", "3"),
+        (
+            {"exp_avg": "bfloat16 (6, 4) c", "exp_avg_sq": "bfloat16 (6, 4) d"},
+            "exp_avg, exp_avg_sq in bfloat16 after loading",
+            "float32",
+        ),
+        ({"step": "int64 () 3"}, "step in int64 after loading", "float32"),
+        ({"exp_avg": "float32 (6, 4) c"}, "different exp_avg after loading", "the saved optimizer state"),
+        ({"step": "float32 () 0f0f"}, "different step after loading", "the saved optimizer state"),
+    ],
+)
+def test_optimizer_state_that_differs_is_shown_with_its_values(changes, actual, expected):
+    one = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert findings_of(one) == [(MIDDLE, (0, 1), actual, expected, "")]
+    assert one.findings[0].cause.startswith("the state of some parameters is not saved or not loaded")
+    every = verdict(OPTIMIZER, adam(healthy(), healthy().continued[0].state, **changes))
+    assert {(f.actual, f.expected, f.cause) for f in every.findings} == {(actual, expected, CHANGED)}
+
+
+def test_optimizer_state_that_is_reset_and_cast():
+    changes = {"step": "float32 () 0.0", "exp_avg": "bfloat16 (6, 4) c"}
+    found = verdict(OPTIMIZER, adam(healthy(), [MIDDLE], **changes))
+    assert [finding.actual for finding in found.findings] == [
+        "step 0 after loading",
+        "exp_avg in bfloat16 after loading",
+    ]
+
+
+def test_an_optimizer_with_additional_state():
+    found = verdict(OPTIMIZER, resumed(healthy(), verifier__weight={"step": "1.0"}))
+    assert [finding.actual for finding in found.findings] == ["optimizer state (step) after loading"]
+
+
+def test_an_optimizer_with_another_learning_rate():
+    found = verdict(OPTIMIZER, again(healthy(), "resumed", groups=({"lr": "0.2"},)))
+    assert findings_of(found) == [
+        (None, (0, 1), "lr=0.2 in the optimizer's group 0 after loading", "0.1, as saved", ""),
+    ]
+    assert [finding.cause.split(":")[0] for finding in found.findings] == [
+        "the settings of the groups are not saved, or they are overwritten after loading"
+    ]
+
+
+def test_an_optimizer_with_fewer_groups():
+    found = verdict(OPTIMIZER, again(healthy(), "resumed", (1,), groups=()))
+    assert findings_of(found) == [(None, (1,), "0 parameter groups after loading", "1, as saved", "")]
+
+
+def test_an_optimizer_without_state():
+    found = verdict(OPTIMIZER, empty())
+    assert found.status == "skipped"
+    assert found.reason == "the optimizer keeps no state; declare Subject(optimizer=...) with one that does"
+
+
+def test_losses_that_differ_after_resuming():
+    found = verdict(RESUME, again(healthy(), "resumed", (1,), losses=(1.25, 1.5)))
+    assert findings_of(found) == [
+        (
+            None,
+            (1,),
+            "loss 1.5 at step 1 after resuming",
+            "1 within 1e-06, as in the uninterrupted run",
+            "losses of rank 1: 1.250000, 1.500000; uninterrupted: 1.250000, 1.000000",
+        )
+    ]
+    assert found.findings[0].cause.endswith("a module that resume() recreates, or a cached copy of a weight")
+
+
+def test_losses_that_differ_by_rounding_or_as_declared():
+    close = again(healthy(), "resumed", losses=(1.25, 1.0 + 1e-7))
+    assert verdict(RESUME, close).status == "passed"
+    far = again(healthy(), "resumed", losses=(1.25, 1.01))
+    assert verdict(RESUME, far).status == "failed"
+    assert verdict(RESUME, replace(far, tolerance={RESUME: 0.1})).status == "passed"
+
+
+def test_unrestored_weights_explain_the_losses():
+    evidence = again(healthy(), "resumed", losses=(9.0, 9.0), model=saved(head__weight="other"))
+    found = verdict(RESUME, evidence)
+    assert found.status == "skipped"
+    assert found.reason == (
+        "the losses differ (9 at step 0 after resuming, 1.25 uninterrupted), and so does the loaded model, "
+        "which may explain it; see dcp_round_trip"
+    )
+
+
+def test_unrestored_momenta_explain_the_losses():
+    found = verdict(RESUME, again(resumed(healthy(), head__weight=None), "resumed", losses=(1.25, 9.0)))
+    assert found.status == "skipped"
+    assert found.reason.endswith(
+        "and so does the loaded optimizer, which may explain it; see optimizer_state_round_trip"
+    )
+
+
+def test_an_unrepeatable_load_explains_the_losses():
+    evidence = again(second_load(healthy(), ROTARY, digest="other"), "resumed", losses=(9.0, 9.0))
+    found = verdict(RESUME, evidence)
+    assert found.status == "skipped"
+    assert found.reason.endswith(f"which the findings of {REPEATABLE} explain; fix those first")
+
+
+def test_losses_that_are_not_finite():
+    endless = again(again(healthy(), "continued", losses=(1.25, float("inf"))), "resumed", losses=(1.25, 1.0))
+    assert verdict(RESUME, endless).status == "error"
+
+
+@pytest.mark.parametrize(
+    ("losses", "shown"), [((NAN, NAN), "nan, nan"), ((1.25, math.inf), "1.250000, inf"), ((1.25, NAN), "1.250000, nan")]
+)
+def test_losses_that_are_not_finite_in_either_run_are_not_judged(losses, shown):
+    alike = again(again(healthy(), "continued", losses=losses), "resumed", losses=losses)
+    found = verdict(RESUME, alike)
+    assert found.status == "skipped"
+    assert found.reason == f"the losses of the uninterrupted run are not finite ({shown}), so they cannot be compared"
+
+
+def test_losses_that_are_not_finite_on_one_rank_are_not_judged():
+    alike = again(again(healthy(), "continued", (1,), losses=(NAN, NAN)), "resumed", (1,), losses=(NAN, NAN))
+    assert verdict(RESUME, alike).status == "skipped"
+
+
+def test_a_loss_that_is_not_finite_only_after_resuming():
+    found = verdict(RESUME, again(healthy(), "resumed", losses=(1.25, NAN)))
+    assert findings_of(found) == [
+        (
+            None,
+            (0, 1),
+            "loss nan at step 1 after resuming",
+            "1 within 1e-06, as in the uninterrupted run",
+            "losses of rank 0: 1.250000, nan; uninterrupted: 1.250000, 1.000000",
+        )
+    ]
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize("missing", ["saved", "restored", "continued", "resumed", "repetition", "resharded", "export"])
+def test_no_check_raises_if_only_one_observation_failed(check, missing):
+    evidence = undeclared(healthy(), missing, why="rank 1 ended", error=True)
+    needed = missing in CATALOGUE[check].needs
+    assert verdict(check, evidence).status == ("error" if needed else "passed")
+
+
+def test_keys_are_judged_even_if_torch_cannot_save_the_state_dict():
+    evidence = healthy()
+    refused = tuple(RankStateDict(rank.keys, "AttributeError: no such module") for rank in evidence.state_dict)
+    assert verdict(NAMES, replace(evidence, state_dict=refused)).status == "passed"
+
+
+def test_wrong_names_in_the_model_are_reported_by_one_check():
+    called = f"module.{MIDDLE}"
+    evidence = keys(rename(healthy(), "module.", MIDDLE), layers__0__weight=called)
+    found = verdict(NAMES, evidence)
+    assert found.status == "skipped"
+    assert found.unjudged == {"names_match_reference": (MIDDLE, called)}
+
+
+def loaded_again(
+    evidence: Evidence, tensors: dict[str, str], ranks: tuple[int, ...] = (0, 1), **facts: Any
+) -> Evidence:
+    """Change the tensors that the second checkpoint restored on these ranks, and facts of the loaded model."""
+    model = evidence.restored_again[0].model
+    changed = replace(model, tensors={**model.tensors, **tensors}, **facts)
+    return again(evidence, "restored_again", ranks, model=changed)
+
+
+def test_a_second_save_of_the_first_values():
+    evidence = loaded_again(healthy(), {MIDDLE: healthy().continued[0].model.tensors[MIDDLE]}, (1,))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        (MIDDLE, (1,), "the second save has the values of the first", "the current values", "")
+    ]
+
+
+def test_a_second_save_that_is_not_restored():
+    evidence = loaded_again(healthy(), {MIDDLE: "other", HEAD: "overwritten"}, untouched=(HEAD,))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        (MIDDLE, (0, 1), "different values after loading the second save", "the saved values", ""),
+        (HEAD, (0, 1), "not restored from the second save: loading does not change it", "the saved values", ""),
+    ]
+    broken_before = again(evidence, "restored", tensors=evidence.restored_again[0].model.tensors)
+    assert verdict(ROUND_TRIP, broken_before).status == "failed"
+    assert verdict(AGAIN, broken_before).status == "skipped"
+
+
+def test_a_second_save_of_the_first_momenta():
+    evidence = healthy()
+    state = evidence.saved_again[0].state
+    moved = {name: {"momentum_buffer": f"later {name}"} for name in state}
+    evidence = again(evidence, "saved_again", state=moved)
+    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", state={**moved, MIDDLE: state[MIDDLE]}))) == [
+        (MIDDLE, (0, 1), "the second save has the momentum_buffer of the first", "the optimizer's current state", "")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "actual", "expected"),
+    [
+        ({}, "no optimizer state after loading the second save", "momentum_buffer, as saved"),
+        (
+            {"momentum_buffer": "zeros"},
+            "different momentum_buffer after loading the second save",
+            "the saved optimizer state",
+        ),
+    ],
+)
+def test_a_second_save_without_the_optimizer(loaded, actual, expected):
+    evidence = healthy()
+    state = evidence.saved_again[0].state
+    evidence = again(evidence, "restored_again", (1,), state={**state, MIDDLE: loaded})
+    assert findings_of(verdict(AGAIN, evidence)) == [(MIDDLE, (1,), actual, expected, "")]
+
+
+def test_master_weights_of_the_first_save():
+    master = "(parameter 3 of the optimizer)"
+    first = again(healthy(), "continued", state={master: {"exp_avg": "first"}})
+    first = again(first, "resumed", state={master: {"exp_avg": "first"}})
+    stale = again(first, "saved_again", state={master: {"exp_avg": "later"}})
+    stale = again(stale, "restored_again", state={master: {"exp_avg": "first"}})
+    assert [found[:2] for found in findings_of(verdict(AGAIN, stale))] == [(master, (0, 1))]
+
+
+def test_extra_state_and_settings_of_the_first_save():
+    evidence = healthy()
+    for observed, count in (("continued", 1), ("saved_again", 2), ("restored_again", 1)):
+        model = replace(getattr(evidence, observed)[0].model, extra={"counter._extra_state": f"forwards={count}"})
+        evidence = again(evidence, observed, model=model, groups=({"lr": f"{1 / count:g}", "betas": "0.9"},))
+    assert findings_of(verdict(AGAIN, evidence)) == [
+        ("counter._extra_state", (0, 1), "the second save has the state of the first", "the current state", ""),
+        (None, (0, 1), "the second save has lr=1 of the first in the optimizer's group 0", "the current 0.5", ""),
+    ]
+
+
+def test_state_that_is_as_it_was_at_the_first_save():
+    assert verdict(AGAIN, healthy()).status == "passed"
+    assert healthy().saved_again[0].state == healthy().continued[0].state
+
+
+def exporting(evidence: Evidence, later: str, dtype: str = "float32") -> Evidence:
+    evidence = again(evidence, "continued", exported={MIDDLE: f"{dtype} (8, 3) first"})
+    return again(evidence, "saved_again", exported={MIDDLE: f"{dtype} (8, 3) {later}"})
+
+
+def test_a_state_dict_that_keeps_its_first_values():
+    assert verdict(AGAIN, exporting(healthy(), "later")).status == "passed"
+    assert findings_of(verdict(AGAIN, exporting(healthy(), "first"))) == [
+        (MIDDLE, (0, 1), "state_dict() still returns the values of the first save", "the current values", "")
+    ]
+    assert verdict(AGAIN, exporting(healthy(), "first", "bfloat16")).status == "passed", (
+        "a small step may be rounded off"
+    )
+    held = {"model": healthy().continued[0].model, "state": {}}
+    unchanged = again(again(healthy(), "saved_again", **held), "restored_again", **held)
+    assert verdict(AGAIN, exporting(unchanged, "first")).status == "passed"
+
+
+def test_a_training_that_changes_nothing_between_two_saves():
+    evidence = replace(healthy(), saved_again=healthy().continued, restored_again=healthy().continued)
+    found = verdict(AGAIN, evidence)
+    assert found.status == "skipped"
+    assert found.reason == "training changed nothing between the two saves, so they cannot be distinguished"
+    runs = tuple(replace(run, losses=(math.nan, math.nan)) for run in evidence.continued)
+    garbage = change(differ(replace(evidence, continued=runs), MIDDLE), MIDDLE, nan=12, poisoned=12)
+    assert (found := verdict(AGAIN, garbage)).why == "depends on a failed check"
+    assert found.reason == (
+        "the losses between the two saves are not finite (nan, nan), which the findings of no_uninitialized_memory "
+        "explain; fix those first"
+    )
+
+
+def test_parameters_that_are_frozen_or_untied_by_resuming():
+    evidence = again(healthy(), "continued", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    same = again(evidence, "resumed", frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    assert verdict(RESUME, same).status == "passed"
+    other = again(evidence, "resumed", (1,), frozen=(MIDDLE,), losses=(9.0, 9.0))
+    other = again(other, "resumed", (0,), frozen=(FROZEN,), tied=((EMBEDDING, HEAD),))
+    assert sorted(findings_of(verdict(RESUME, other))) == sorted(
+        [
+            (FROZEN, (1,), "trainable after loading", "frozen, as before saving", ""),
+            (MIDDLE, (1,), "frozen after loading", "trainable, as before saving", ""),
+            (HEAD, (1,), f"does not share storage with {EMBEDDING} after loading", "tied to it, as before saving", ""),
+        ]
+    )

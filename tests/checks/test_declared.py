@@ -1,0 +1,391 @@
+"""What the checks make of declarations of what is right: drawn weights, names on some ranks, and summed losses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from pytest_fsdp_meta.catalogue import judge
+from pytest_fsdp_meta.checks.checkpoint.facts import RankStateDict
+from pytest_fsdp_meta.judging.view import Selection
+from tests.checks.evidence_factory import (
+    CATALOGUE,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    PARAMETERS,
+    change,
+    declare,
+    differ,
+    drop,
+    drop_reference,
+    equal,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    measured,
+    on_ranks,
+    place,
+    reloaded,
+    remeasured,
+    trained,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+VALUES = "params_equal_reference"
+
+
+def test_drawn_values_need_not_equal_the_reference():
+    other = differ(healthy(), MIDDLE, differing=12, measure=measured(12, apart=2.0))
+    assert verdict(VALUES, other).status == "failed"
+    assert verdict(VALUES, declare(other, drawn=(MIDDLE,))).status == "passed"
+
+
+def test_zeros_that_are_drawn_are_not_a_finding():
+    zeros = differ(healthy(), MIDDLE, differing=12, measure=measured(12, factor=0.0))
+    assert verdict(VALUES, declare(zeros, drawn=(MIDDLE,))).status == "passed"
+
+
+def test_drawn_values_have_to_be_finite():
+    for value in (math.inf, math.nan):
+        infinite = differ(healthy(), MIDDLE, [1], measure=replace(measured(12), actual=value))
+        assert findings_of(verdict(VALUES, declare(infinite, drawn=(MIDDLE,)))) == [
+            (MIDDLE, (1,), "values that are infinite or NaN", "finite: it is declared drawn", "")
+        ]
+
+
+def test_other_values_are_reported_beside_drawn_ones():
+    other = declare(differ(differ(healthy(), MIDDLE), HEAD), drawn=(MIDDLE,))
+    assert [finding.tensor for finding in verdict(VALUES, other).findings] == [HEAD]
+
+
+def test_a_drawn_frozen_weight_is_not_compared_with_the_verifier():
+    other = differ(healthy(), FROZEN, observed="verifier")
+    assert verdict("frozen_weights_equal_verifier", other).status == "failed"
+    assert verdict("frozen_weights_equal_verifier", declare(other, drawn=(FROZEN,))).status != "failed"
+
+
+def test_a_drawn_weight_has_to_be_written():
+    poisoned = change(differ(healthy(), MIDDLE, [1]), MIDDLE, [1], nan=12, poisoned=12)
+    poisoned = declare(poisoned, drawn=(MIDDLE,))
+    assert verdict("no_uninitialized_memory", poisoned).status == "failed"
+
+
+def test_a_few_largest_integers_may_be_drawn():
+    drawn = change(differ(healthy(), MIDDLE), MIDDLE, dtype="int64", poisoned=1)
+    assert verdict("no_uninitialized_memory", drawn).status == "failed"
+    assert verdict("no_uninitialized_memory", declare(drawn, drawn=(MIDDLE,))).status == "passed"
+
+
+def test_drawn_replicas_have_to_be_equal():
+    mesh = {"dp_replicate": 2, "dp_shard": 1}
+    apart = declare(differ(change(healthy(mesh=mesh), MIDDLE, [1], digest="other"), MIDDLE), drawn=(MIDDLE,))
+    found = verdict("replicas_equal", apart)
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(MIDDLE, (1,))]
+    assert found.findings[0].cause.startswith("each rank initialised or computed it by itself, from a seed")
+
+
+def test_another_load_may_draw_other_values():
+    second = tuple(
+        replace(rank, tensors=tuple(replace(t, digest="again") if t.name == MIDDLE else t for t in rank.tensors))
+        for rank in healthy().inventory
+    )
+    evidence = replace(healthy(), repetition=second)
+    assert verdict("load_is_repeatable", evidence).status == "failed"
+    assert verdict("load_is_repeatable", declare(evidence, drawn=(MIDDLE,))).status == "passed"
+    smaller = replace(second[0], tensors=tuple(replace(t, shape=(1,)) for t in second[0].tensors))
+    reshaped = replace(evidence, repetition=(smaller, *second[1:]))
+    assert MIDDLE in [f.tensor for f in verdict("load_is_repeatable", declare(reshaped, drawn=(MIDDLE,))).findings]
+
+
+def test_another_load_may_export_other_drawn_values():
+    export = healthy().export
+    other = tuple(
+        replace(c, equal=False, differing=1, index=(0, 0), expected=1.0, actual=2.0) if c.name == MIDDLE else c
+        for c in export.comparisons
+    )
+    evidence = replace(healthy(), export=replace(export, comparisons=other))
+    assert verdict("full_state_dict_exports", evidence).status == "failed"
+    assert verdict("full_state_dict_exports", declare(evidence, drawn=(MIDDLE,))).status == "passed"
+
+
+def test_a_checkpoint_lacks_what_is_drawn():
+    evidence = drop_reference(from_checkpoint(healthy()), MIDDLE)
+    assert verdict("names_match_reference", evidence).status == "failed"
+    assert verdict("names_match_reference", declare(evidence, drawn=(MIDDLE,))).status == "passed"
+
+
+def test_a_drawn_weight_may_not_be_missing():
+    gone = declare(drop(healthy(), MIDDLE), drawn=(MIDDLE,))
+    assert [finding.tensor for finding in verdict("names_match_reference", gone).findings] == [MIDDLE]
+
+
+def test_training_from_drawn_values_is_judged_in_full():
+    doubled = declare(differ(remeasured(healthy(), MIDDLE, factor=2.0), MIDDLE), drawn=(MIDDLE,))
+    found = verdict("grad_parity", doubled)
+    assert [(finding.tensor, finding.actual) for finding in found.findings] == [
+        (MIDDLE, "gradient is 2 times the reference's")
+    ]
+
+
+def reached_later(evidence, *names):
+    """Return evidence in which these parameters have no gradient in the first step, in the reference neither."""
+    evidence = with_reference(evidence, gradients=evidence.reference.gradients | dict.fromkeys(names, 0.0))
+    runs = (replace(run, without_gradient=names) for run in evidence.training)
+    return replace(evidence, training=tuple(runs))
+
+
+def test_the_first_step_of_lora_reaches_one_matrix_only():
+    lora = reached_later(healthy(), MIDDLE)
+    assert "no gradient" in verdict("every_trainable_moves", lora).reason
+    assert verdict("every_trainable_moves", with_reference(lora, reached_later=(MIDDLE,))).status == "passed"
+
+
+def test_behind_a_head_of_zeros_gradients_begin_with_the_second_step():
+    behind = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad and t.name != HEAD)
+    assert verdict("every_trainable_moves", reached_later(healthy(), *behind)).status == "failed"
+    zeros = with_reference(reached_later(healthy(), *behind), reached_later=behind)
+    assert verdict("every_trainable_moves", zeros).status == "passed"
+
+
+def test_without_a_reference_drawn_weights_are_judged_as_before():
+    bare = declare(undeclared(healthy(), "reference", "values", "verifier", why="no"), drawn=(MIDDLE,))
+    assert verdict(VALUES, bare).status == "skipped"
+    assert verdict("no_uninitialized_memory", bare).status == "passed"
+
+
+PARITY = "loss_parity"
+SHARES = ((0.5, 0.5, 0.25), (1.5, 1.0, 1.0))
+"""Losses of two ranks, whose sums are those of the reference."""
+
+
+def with_losses(evidence, *curves):
+    runs = (replace(run, losses=curve) for run, curve in zip(evidence.training, curves, strict=True))
+    return replace(evidence, training=tuple(runs))
+
+
+def in_slice(evidence, *indices):
+    """Assign each rank to a slice of the batch, as an author does who declares ``data_parallel``."""
+    size = len(set(indices))
+    runs = (replace(run, data_parallel=(index, size)) for run, index in zip(evidence.training, indices, strict=True))
+    declared = evidence.subject.declared | {"data_parallel"}
+    return replace(evidence, training=tuple(runs), subject=replace(evidence.subject, declared=declared))
+
+
+def test_shares_of_the_loss_add_up():
+    shares = with_losses(healthy(), *SHARES)
+    found = verdict(PARITY, shares)
+    assert findings_of(found)[0][2:4] == ("loss 1 at step 0", "2 within 1e-05")
+    assert found.findings[0].remedy.endswith(
+        'micro-batches; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
+    )
+    assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
+
+
+def test_a_step_that_divides_by_the_count_of_the_global_batch():
+    """The remedy is the one of grad_parity, whose gradients are halved as well."""
+    shares = with_losses(healthy(), *SHARES)
+    shares = declare(shares, declared=shares.subject.declared | {"train_step"})
+    [finding] = verdict(PARITY, shares).findings
+    assert finding.cause == (
+        "the loss is 1/2 of the reference's in every step (2 is the number of data-parallel ranks): train_step divides "
+        "it by the count of the global batch, and the ranks' losses are averaged"
+    )
+    assert finding.remedy == (
+        "if grad_parity fails as well, multiply the loss by 2 before backward(), because gradients are averaged over "
+        "the data-parallel ranks; if only the returned number is wrong, multiply that; or declare "
+        'Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
+    )
+
+
+def test_tensor_parallel_ranks_compute_one_share_together():
+    mesh = {"dp_shard": 2, "tp": 2}
+    shares = with_losses(healthy(mesh=mesh), SHARES[0], SHARES[0], SHARES[1], SHARES[1])
+    shares = in_slice(shares, 0, 0, 1, 1)
+    assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
+
+
+def test_ranks_of_a_sequence_have_shares_of_their_own():
+    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
+        shares = with_losses(healthy(mesh=mesh), *(tuple(loss / 2 for loss in SHARES[rank // 2]) for rank in range(4)))
+        shares = in_slice(shares, 0, 0, 1, 1)
+        assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed", mesh
+
+
+def test_means_do_not_add_up():
+    means = declare(with_losses(healthy(), (1.5, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
+    found = verdict(PARITY, means)
+    assert findings_of(found)[0][2:4] == ("loss 4 at step 0", "2 within 1e-05")
+    assert found.findings[0].cause == (
+        "the sum of the ranks' losses is 2 times the reference's in every step (2 is the number of data-parallel "
+        "ranks): the ranks' losses are means over their own rows, not shares of the global loss"
+    )
+    assert found.findings[0].remedy.startswith('declare Subject(loss_over_ranks="mean") (the default)')
+
+
+def test_means_over_different_numbers_of_labels_do_not_add_up_to_a_whole_multiple():
+    means = declare(with_losses(healthy(), (1.6, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
+    cause = verdict(PARITY, means).findings[0].cause
+    assert cause.startswith(
+        "the sum of the ranks' losses is about 2 times the reference's in every step (2 is the number"
+    )
+    assert cause.endswith("the ranks' losses are means over their own rows, not shares of the global loss")
+
+
+def test_global_losses_do_not_add_up():
+    (finding,) = verdict(PARITY, declare(healthy(), loss_over_ranks="sum")).findings
+    assert (finding.cause.rpartition(": ")[2], finding.remedy) == (
+        "each rank's loss is the global loss itself, not a share of it",
+        'declare Subject(loss_over_ranks="same")',
+    )
+
+
+def test_averaged_gradients_of_losses_that_add_up():
+    shares = declare(with_losses(healthy(), *SHARES), loss_over_ranks="sum")
+    (finding,) = verdict("grad_parity", remeasured(shares, MIDDLE, 0.5)).findings
+    assert finding.cause.startswith(
+        "divided once too often (2 is the number of data-parallel ranks): the ranks' losses"
+    )
+    assert finding.remedy.startswith("call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root")
+
+
+def test_every_rank_returns_the_same_loss_if_declared():
+    own = with_losses(healthy(), (1.0, 1.5, 1.25), (3.0, 1.5, 1.25))
+    assert verdict(PARITY, own).status == "passed"
+    found = verdict(PARITY, declare(own, loss_over_ranks="same"))
+    assert findings_of(found) == [
+        (
+            *(None, (1,), "loss 3 at step 0", "1, as on rank 0, because every rank returns the global loss"),
+            "losses 3.000000, 1.500000, 1.250000; rank 0 1.000000, 1.500000, 1.250000",
+        )
+    ]
+    assert verdict(PARITY, declare(healthy(), loss_over_ranks="same")).status == "passed"
+
+
+def test_losses_of_one_row_are_compared_by_their_mean_if_ranks_divide_the_sequence():
+    parts = ((1.0, 1.5, 1.25), (3.0, 1.5, 1.25), (1.5, 1.5, 1.25), (2.5, 1.5, 1.25))
+    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
+        assert verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 1, 1)).status == "passed", mesh
+        wrong = in_slice(with_losses(healthy(mesh=mesh), *parts[:3], (3.5, 1.5, 1.25)), 0, 0, 1, 1)
+        assert verdict(PARITY, wrong).status == "failed", mesh
+
+
+def test_ranks_with_the_same_part_of_a_sequence_are_compared_one_by_one():
+    mesh = {"cp": 2, "tp": 2}
+    parts = ((1.0, 1.5, 1.25), (1.5, 1.5, 1.25), (3.0, 1.5, 1.25), (2.5, 1.5, 1.25))
+    found = verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 0, 0))
+    assert found.status == "passed"  # the author assigned the rows, and the mean is right
+    derived = in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 0, 0)
+    derived = replace(derived, subject=healthy().subject)
+    assert [(f.ranks, f.expected) for f in verdict(PARITY, derived).findings] == [
+        ((1,), "1, as on rank 0, which sees the same rows"),
+        ((3,), "3, as on rank 2, which sees the same rows"),
+    ]
+
+
+MANIFEST, NAMES = "same_manifest_on_every_rank", "names_match_reference"
+FIRST, SECOND = "experts.0.weight", "experts.1.weight"
+
+
+def with_experts():
+    """Return evidence in which rank 0 has one expert and rank 1 the other, as declared."""
+    evidence = healthy(parameters={**PARAMETERS, FIRST: (4, 4), SECOND: (4, 4)})
+    for rank, name in enumerate((FIRST, SECOND)):
+        evidence = drop(place(evidence, name, {}), name, [1 - rank])
+    return declare(observed_again(evidence), on_some_ranks=(FIRST, SECOND))
+
+
+def observed_again(evidence):
+    """Return the evidence with values, training and checkpoints of the tensors that the ranks have."""
+    ranks, reference = evidence.inventory, evidence.reference
+    return replace(
+        evidence,
+        values=tuple(tuple(equal(tensor) for tensor in rank.tensors) for rank in ranks),
+        training=tuple(trained(rank, len(ranks), reference.losses, reference.batches) for rank in ranks),
+        **reloaded(ranks, reference.inventory),
+    )
+
+
+def test_ranks_may_have_other_names_if_declared():
+    evidence = with_experts()
+    for id in (MANIFEST, NAMES, "shards_tile_the_tensor", "nothing_left_unsharded", "dtensor_placements"):
+        assert verdict(id, evidence).status == "passed", id
+    undeclared = declare(evidence, on_some_ranks=())
+    assert [f.tensor for f in verdict(MANIFEST, undeclared).findings] == [FIRST, SECOND]
+
+
+def test_other_names_are_still_compared():
+    gone = drop(with_experts(), MIDDLE, [1])
+    assert [(f.tensor, f.ranks) for f in verdict(MANIFEST, gone).findings] == [(MIDDLE, (1,))]
+
+
+def test_other_names_are_still_compared_in_their_order():
+    def reverse(rank):
+        return tuple(reversed(rank.tensors))
+
+    found = verdict(MANIFEST, on_ranks(with_experts(), [1], reverse))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "parameters and buffers in a different order")]
+
+
+def test_a_name_that_no_rank_has_is_missing():
+    gone = observed_again(drop(with_experts(), SECOND))
+    assert [(f.tensor, f.ranks) for f in verdict(NAMES, gone).findings] == [(SECOND, (0, 1))]
+    values = verdict_of_selection(VALUES, gone, VALUES)
+    assert [(f.tensor, f.ranks) for f in values.findings] == [(SECOND, (0, 1))]
+
+
+def test_a_rank_that_lacks_a_declared_name_is_no_finding_of_the_values():
+    assert verdict_of_selection(VALUES, with_experts(), VALUES).status == "passed"
+
+
+def test_all_experts_on_every_rank_are_not_sharded():
+    everywhere = healthy(parameters={**PARAMETERS, FIRST: (4, 4)})
+    everywhere = declare(place(everywhere, FIRST, {}), on_some_ranks=(FIRST,))
+    assert [f.tensor for f in verdict("nothing_left_unsharded", everywhere).findings] == [FIRST]
+
+
+def test_the_holders_of_a_declared_name_have_to_agree():
+    evidence = change(declare(healthy(3), on_some_ranks=(MIDDLE,)), MIDDLE, [1], dtype="bfloat16")
+    found = verdict(MANIFEST, drop(evidence, MIDDLE, [2]))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [(MIDDLE, (1,), "dtype bfloat16")]
+
+
+def test_torch_cannot_clip_what_some_ranks_have():
+    found = verdict("grad_norm_parity", with_experts())
+    assert found.reason == (
+        "torch cannot compute the norm of these gradients (experts.0.weight and 1 more on some ranks only); declare "
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one"
+    )
+    evidence = with_experts()
+    declared = evidence.subject.declared | {"clip_grad_norm"}
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
+    assert verdict("grad_norm_parity", evidence).status == "passed"
+
+
+def test_the_keys_of_a_rank_are_those_that_it_has():
+    evidence = with_experts()
+    keys = tuple(RankStateDict(tuple(t.name for t in rank.tensors if t.persistent)) for rank in evidence.inventory)
+    evidence = replace(evidence, state_dict=keys)
+    assert verdict("state_dict_names_clean", evidence).status == "passed"
+    lost = replace(keys[1], keys=tuple(key for key in keys[1].keys if key != SECOND))
+    found = verdict("state_dict_names_clean", replace(evidence, state_dict=(keys[0], lost)))
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(SECOND, (1,))]
+
+
+def test_a_gradient_of_one_rank_is_compared_with_the_reference():
+    found = verdict("grad_parity", remeasured(with_experts(), SECOND, factor=2.0, ranks=[1]))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
+        (SECOND, (1,), "gradient is 2 times the reference's")
+    ]
+
+
+def test_every_check_judges_ranks_with_other_names():
+    evidence = with_experts()
+    statuses = {check.id: verdict(check.id, evidence).status for check in CATALOGUE}
+    assert {id for id, status in statuses.items() if status not in ("passed", "skipped")} == set()
+
+
+def verdict_of_selection(id, evidence, *selected):
+    return judge(CATALOGUE[id], evidence, CATALOGUE, Selection(frozenset(selected)))

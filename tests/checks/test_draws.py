@@ -1,0 +1,231 @@
+"""What the check of drawn weights makes of parts with equal numbers and of the spread of a shard's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.checks.drawn.judge.fans import Measured, can_tell, fans_of, limit, wrong_fan
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
+from tests.checks.evidence_factory import (
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    change,
+    drew,
+    findings_of,
+    healthy,
+    parameter,
+    place,
+    spread,
+    undeclared,
+    verdict,
+)
+
+ID = "drawn_weights_are_one_draw"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+SAME = ("the same numbers in different parts", "other numbers in each part", "")
+
+
+def redraw(evidence: Evidence, name: str, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
+    """Change facts of what these ranks drew (default: all); ``own`` and ``reference`` replace a spread."""
+    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
+    draws = tuple(
+        replace(held, draws=tuple(replace(d, **facts) if d.name == name and rank in chosen else d for d in held.draws))
+        for rank, held in enumerate(evidence.draws or ())
+    )
+    return replace(evidence, draws=draws)
+
+
+def one_seed(evidence: Evidence, name: str = MIDDLE, ranks: Iterable[int] | None = None) -> Evidence:
+    return redraw(change(evidence, name, ranks, digest="one draw"), name, ranks, own=spread("one draw"))
+
+
+def on_columns(world: int = 2) -> Evidence:
+    """MIDDLE with 64 x 32 elements, sharded in columns."""
+    evidence = place(healthy(world), MIDDLE, {"dp_shard": world}, "S(1)", shape=(64, 32))
+    return drew(evidence, MIDDLE)
+
+
+def test_parts_with_their_own_numbers_pass():
+    for evidence in (drew(healthy(), MIDDLE), drew(healthy(mesh=HSDP), MIDDLE, HEAD)):
+        assert (verdict(ID, evidence).status, verdict(ID, evidence).findings) == ("passed", ())
+
+
+def test_parts_drawn_from_one_seed_are_a_finding():
+    assert findings_of(verdict(ID, one_seed(drew(healthy(), MIDDLE)))) == [(MIDDLE, (0, 1), *SAME)]
+
+
+def test_only_the_ranks_with_equal_parts_are_named():
+    evidence = one_seed(drew(healthy(parameters={MIDDLE: (8, 4)}, world=4), MIDDLE), ranks=[1, 3])
+    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (1, 3), *SAME)]
+
+
+def test_the_replicas_of_equal_parts_are_named_too():
+    evidence = one_seed(drew(healthy(mesh=HSDP, parameters={MIDDLE: (8, 4)}), MIDDLE))
+    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (0, 1, 2, 3), *SAME)]
+
+
+def test_parts_of_different_sizes_are_compared_by_their_first_elements():
+    evidence = drew(healthy(4, parameters={MIDDLE: (7, 4)}), MIDDLE)  # three parts of two rows, one of one
+    longer = redraw(evidence, MIDDLE, own=replace(spread("longer"), head="head of one draw"))
+    found = redraw(longer, MIDDLE, [3], own=replace(spread("shorter"), head="head of one draw"))
+    detail = "compared by their first elements, because the parts differ in size"
+    assert findings_of(verdict(ID, found)) == [(MIDDLE, (0, 1, 2, 3), *SAME[:2], detail)]
+    unknown = redraw(longer, MIDDLE, own=replace(spread("longer"), head=""))
+    assert verdict(ID, unknown).findings == ()
+
+
+def test_equal_parts_are_right_where_the_reference_repeats_itself():
+    """Mamba's A_log has the same row for every channel, and a sparse upcycling copies one expert."""
+    evidence = redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=spread("rows alike"))
+    assert verdict(ID, evidence).status == "passed"
+
+
+def copied(evidence: Evidence, name: str, original: str, ranks: Iterable[int] | None = None) -> Evidence:
+    """Let a tensor have the numbers of another one on these ranks."""
+    chosen = range(len(evidence.inventory)) if ranks is None else ranks
+    for rank in chosen:
+        digest = evidence.inventory[rank].by_name[original].digest
+        evidence = change(evidence, name, [rank], digest=digest)
+    return evidence
+
+
+def test_tensors_that_are_drawn_from_the_same_seed():
+    evidence = drew(healthy(), EMBEDDING, FROZEN)
+    found = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING)))
+    assert found == [(FROZEN, (0, 1), f"the same numbers as {EMBEDDING}", "numbers of its own", "")]
+    (one,) = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING, [1])))
+    assert one[:2] == (FROZEN, (1,))
+
+
+def test_tensors_may_be_equal_where_the_reference_copies_them_or_ties_them():
+    evidence = copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING)
+    for rank in range(2):
+        for name in (EMBEDDING, FROZEN):
+            evidence = redraw(evidence, name, [rank], reference=spread(f"reference's part {rank}"))
+    assert verdict(ID, evidence).status == "passed"
+    tied = copied(drew(healthy(), EMBEDDING, HEAD), HEAD, EMBEDDING)
+    assert verdict(ID, tied).status == "passed"
+    few = spread("few", distinct=2, surprise=3.0, elements=4, head="")
+    small = redraw(redraw(copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING), FROZEN, own=few), EMBEDDING)
+    assert verdict(ID, small).findings == ()
+
+
+def test_a_constant_is_not_a_draw():
+    zeros = spread("zeros", 0.0, distinct=1, surprise=0.0)
+    evidence = redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="zeros"), MIDDLE, own=zeros)
+    assert (verdict(ID, evidence).status, verdict(ID, evidence).reason) == (
+        "skipped",
+        f"every drawn weight is constant (first: {MIDDLE})",
+    )
+    both = redraw(drew(change(healthy(), MIDDLE, digest="zeros"), MIDDLE, HEAD), MIDDLE, own=zeros)
+    assert verdict(ID, both).status == "passed"
+
+
+def test_few_elements_may_be_equal_by_chance():
+    few = spread("two numbers", elements=4, distinct=2, surprise=2.8, head="")
+    evidence = redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="two numbers"), MIDDLE, own=few)
+    found = verdict(ID, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert f"{MIDDLE} is alike on ranks 0, 1, but so few elements may be equal by chance" in found.reason
+
+
+def test_dtensor_draws_are_judged_on_gpus_only():
+    evidence = one_seed(drew(healthy(), MIDDLE, by_dtensor=True))
+    found = verdict(ID, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "on the CPU torch gives each rank the same numbers for its part; judge this on GPUs" in found.reason
+    on_gpus = replace(evidence, world=replace(evidence.world, device_type="cuda", backend="nccl"))
+    assert verdict(ID, on_gpus).status == "failed"
+
+
+def test_without_the_references_values_nothing_tells_whether_parts_should_be_equal():
+    evidence = redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=None)
+    found = verdict(ID, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it; and 1 more" in found.reason
+
+
+def test_the_spread_of_a_shards_fan_is_a_finding():
+    evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", 2**0.5))
+    evidence = redraw(evidence, MIDDLE, [1], own=spread("second half", 2**0.5))
+    detail = "standard deviation 1.41 instead of 1: 1.41 times, as the shard with shape (64, 16) gives it instead of "
+    actual = "the spread of a draw as large as the shard"
+    expected = "that of the reference's draw"
+    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (0, 1), actual, expected, f"{detail}(64, 32)")]
+
+
+@pytest.mark.parametrize("factor", [0.02, 0.5, 0.9, 1.0, 1.25, 1.7, 2.5])
+def test_another_spread_than_a_shards_is_the_authors_choice(factor):
+    evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", factor))
+    evidence = redraw(evidence, MIDDLE, [1], own=spread("second half", factor))
+    assert verdict(ID, evidence).status == "passed"
+
+
+def test_other_tails_are_another_distribution():
+    """Trained weights in the reference have some spread by chance, but hardly the tails of a draw."""
+    evidence = on_columns()
+    for rank in range(2):
+        own = spread(f"part {rank}", 2**0.5)
+        trained = spread(f"part {rank}", fourth=5.0)
+        evidence = redraw(evidence, MIDDLE, [rank], own=own, reference=trained)
+    assert verdict(ID, evidence).status == "passed"
+
+
+def test_a_reference_of_zeros_shows_no_structure():
+    zeros = spread("zeros", 0.0, distinct=1, surprise=0.0)
+    found = verdict(ID, redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=zeros))
+    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it" in found.reason
+
+
+def test_too_few_elements_to_compare_the_spread_are_said():
+    few = [spread(f"part {rank}", 2**0.5, elements=64) for rank in range(2)]
+    evidence = on_columns()
+    for rank in range(2):
+        evidence = redraw(evidence, MIDDLE, [rank], own=few[rank], reference=spread(f"part {rank}", elements=64))
+    found = verdict(ID, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert f"{MIDDLE} has too few elements (128) to compare its spread" in found.reason
+
+
+def test_a_bias_is_scaled_by_the_fan_of_its_weight():
+    weight = parameter("out.weight", (32, 64), {"tp": 4}, ["S(1)"], [0])
+    fans = fans_of(parameter("out.bias", (32,)), weight)
+    assert [(fan.ratio, fan.shard, fan.whole, fan.of) for fan in fans] == [
+        (96 / 48, (32, 16), (32, 64), "out.weight"),
+        (4.0, (32, 16), (32, 64), "out.weight"),
+    ]
+    assert fans_of(parameter("out.bias", (32,)), None) == []
+    assert fans_of(parameter("out.weight", (32, 64)), None) == []
+
+
+def test_the_error_rate_is_divided_by_the_number_of_tests():
+    assert limit(1) == pytest.approx(4.89, abs=0.01)
+    assert limit(1000) == pytest.approx(6.11, abs=0.01)
+    fans = fans_of(parameter("a", (64, 32), {"tp": 2}, ["S(1)"], [0]), None)
+    measured = Measured(log=0.69, error=0.13, own=1.41, reference=1.0, elements=500, distinct=500)
+    assert wrong_fan(measured, fans, tests=1) is not None
+    assert wrong_fan(measured, fans, tests=1000) is None
+    assert not can_tell(measured, fans, tests=1)
+    assert can_tell(replace(measured, error=0.08), fans, tests=1)
+
+
+def test_replicas_that_drew_differently_are_left_to_replicas_equal():
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    evidence = drew(healthy(mesh=mesh), MIDDLE)
+    evidence = change(evidence, MIDDLE, [2], digest="other bits")
+    found = verdict(ID, evidence)
+    assert (found.findings, found.unjudged) == ((), {"replicas_equal": (MIDDLE,)})
+
+
+def test_what_was_not_observed_is_said():
+    assert verdict(ID, healthy()).reason == "Subject(drawn=...) is not declared"
+    whole = drew(place(healthy(), MIDDLE, {}), MIDDLE)
+    assert verdict(ID, whole).status == "skipped"
+    assert verdict(ID, undeclared(healthy(), "draws", why="rank 1 died", error=True)).status == "error"
+    assert DrawnTensor(MIDDLE, spread("a")).reference is None

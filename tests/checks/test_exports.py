@@ -1,0 +1,139 @@
+"""full_state_dict_exports for tensors that are put together from the ranks' parts, on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart
+from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
+from tests.checks.evidence_factory import (
+    MIDDLE,
+    change,
+    declare,
+    differ,
+    equal,
+    findings_of,
+    healthy,
+    left_out,
+    verdict,
+    with_reference,
+)
+
+EXPORTS = "full_state_dict_exports"
+OTHER = Comparison(
+    MIDDLE, False, elements=12, differing=12, max_abs=1.0, max_rel=0.5, index=(3, 0), expected=2.0, actual=1.0
+)
+NUMBERS = "12 of 12 elements differ, first at [3, 0]: 1, but should be 2"
+
+
+def assembled(evidence: Evidence, changed: dict[int, ExportedPart] | None = None, **facts: Any) -> Evidence:
+    """Let the export of MIDDLE be put together from a right part of each rank, with these ones ``changed``."""
+    assert evidence.export is not None
+    right = {rank.rank: ExportedPart(rank.rank, equal(rank.by_name[MIDDLE])) for rank in evidence.inventory}
+    parts = tuple({**right, **(changed or {})}.values())
+    others = tuple(comparison for comparison in evidence.export.comparisons if comparison.name != MIDDLE)
+    export = Export(comparisons=others, assembled=(Assembled(MIDDLE, parts, elements=24, **facts),))
+    return replace(evidence, export=export)
+
+
+def on(*ranks: int, comparison: Comparison | None = OTHER, rounded: str = "") -> dict[int, ExportedPart]:
+    return {rank: ExportedPart(rank, comparison, rounded) for rank in ranks}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_right_parts_pass(world):
+    assert verdict(EXPORTS, assembled(healthy(world))).status == "passed"
+
+
+def test_a_part_with_other_values_on_one_rank():
+    found = verdict(EXPORTS, assembled(healthy(), on(1)))
+    assert findings_of(found) == [(MIDDLE, (1,), "different values in the exported part", "the reference's", NUMBERS)]
+    assert found.findings[0].cause == (
+        "state_dict() or a state-dict hook returns the blocks in another order or transposed, a copy that is not "
+        "current, or the part of another rank"
+    )
+
+
+def test_parts_with_other_values_on_all_ranks_are_one_finding():
+    assert [f.ranks for f in verdict(EXPORTS, assembled(healthy(4), on(0, 1, 2, 3))).findings] == [(0, 1, 2, 3)]
+
+
+def test_a_part_of_another_shape():
+    turned = Comparison(MIDDLE, False, problem="shape (4, 3)", should_be="(6, 4), as in the reference")
+    assert findings_of(verdict(EXPORTS, assembled(healthy(), on(1, comparison=turned)))) == [
+        (MIDDLE, (1,), "shape (4, 3) in the state dict", "(6, 4), as in the reference, or the rank's part of it", "")
+    ]
+
+
+def test_a_part_that_rounds():
+    cast = replace(OTHER, cast=True, max_rel=2.0**-8)
+    evidence = assembled(healthy(), on(1, comparison=cast, rounded="bfloat16"))
+    found = verdict(EXPORTS, evidence)
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "bfloat16 in the exported part, which rounds its values", "float32, as on the ranks", "")
+    ]
+    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
+    # The loader itself holds the tensor in that dtype, which other checks judge.
+    assert verdict(EXPORTS, change(evidence, MIDDLE, dtype="bfloat16")).findings == ()
+
+
+def test_elements_that_no_rank_exports():
+    evidence = assembled(healthy(), absent=12, index=(3, 0), lacking=(1,))
+    found = verdict(EXPORTS, evidence)
+    assert findings_of(found) == [
+        (
+            *(MIDDLE, (1,), "this part is in no rank's state dict", "exported"),
+            "12 of 24 elements, first at [3, 0]",
+        )
+    ]
+    assert found.findings[0].cause == (
+        "state_dict() leaves the tensor out on these ranks, as if another rank had gathered it"
+    )
+
+
+def test_elements_that_ranks_export_with_different_values():
+    """Of drawn weights, the second load has others than the reference, so only ranks can be compared."""
+    evidence = assembled(healthy(4), on(*range(4)), diverging=(2,), before=(0,))
+    drawn = declare(evidence, drawn=(MIDDLE,))
+    (finding,) = verdict(EXPORTS, drawn).findings
+    assert (finding.tensor, finding.ranks) == (MIDDLE, (2,))
+    assert (
+        finding.actual == "values in the state dict that differ from those of rank 0, which exports the same elements"
+    )
+    assert finding.expected == ""
+    several = assembled(healthy(4), diverging=(2, 3), before=(0, 1))
+    assert [(f.ranks, f.actual) for f in verdict(EXPORTS, several).findings] == [
+        ((2, 3), "values in the state dict that differ from those of ranks 0, 1, which export the same elements")
+    ]
+
+
+def test_a_rank_with_wrong_values_is_not_reported_again_because_others_differ():
+    evidence = assembled(healthy(4), on(2), diverging=(2,), before=(0,))
+    assert [f.actual for f in verdict(EXPORTS, evidence).findings] == ["different values in the exported part"]
+
+
+def test_a_tensor_that_the_model_has_wrong_already_is_left_out():
+    found = verdict(EXPORTS, assembled(differ(healthy(), MIDDLE), on(0, 1)))
+    assert (found.status, found.reason) == ("skipped", left_out("params_equal_reference", MIDDLE))
+
+
+def test_values_are_not_compared_with_an_unreproducible_reference():
+    evidence = with_reference(assembled(healthy(), on(1)), unstable=(MIDDLE,))
+    assert verdict(EXPORTS, evidence).status == "passed"
+
+
+def test_a_tensor_that_the_reference_lacks_has_no_comparison():
+    evidence = assembled(healthy(), on(0, 1, comparison=None))
+    assert verdict(EXPORTS, evidence).findings == ()
+
+
+def test_evidence_survives_storage_and_older_evidence_has_no_parts():
+    export = assembled(healthy(), on(1, rounded="bfloat16"), absent=1, index=(0, 0), lacking=(0,)).export
+    plain = to_plain(export)
+    assert from_plain(Export, plain) == export
+    del plain["assembled"]
+    assert from_plain(Export, plain).assembled == ()

@@ -1,0 +1,86 @@
+"""forward_sees_current_weights on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
+from tests.checks.evidence_factory import (
+    EMBEDDING,
+    HEAD,
+    LOSSES,
+    MIDDLE,
+    change,
+    findings_of,
+    healthy,
+    on_ranks,
+    on_runs,
+    undeclared,
+    verdict,
+)
+
+SEES = "forward_sees_current_weights"
+FROM_1 = ("outdated in the forward from step 1 on", "the values after each optimizer step")
+
+
+def stale(evidence, *weights: StaleWeight, ranks=None):
+    return on_runs(evidence, ranks, forward=ForwardWeights(len(LOSSES), weights))
+
+
+def test_an_outdated_tie_is_reported_once_with_its_cause():
+    evidence = stale(healthy(), StaleWeight(HEAD, "head", 1, "padded apart"), ranks=[1])
+    found = verdict(SEES, evidence)
+    assert findings_of(found) == [(HEAD, (1,), *FROM_1, "module head")]
+    [finding] = found.findings
+    assert finding.failed_tensors == (EMBEDDING, HEAD)
+    assert finding.cause.startswith("several FSDP groups manage this tied parameter, because it was tied after fully_")
+    assert finding.remedy.startswith("tie the modules before fully_shard() and shard them as one group")
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("padded apart", "the FSDP group gathers from other memory than the registered parameter's"),
+        ("gathered", "what the module computes with is not gathered from this rank's shard after each step"),
+        ("copied", "the loss depends on a copy of the weight that was computed in an earlier step"),
+    ],
+)
+def test_each_way_of_being_outdated_has_its_cause(how, cause):
+    [finding] = verdict(SEES, stale(healthy(4), StaleWeight(MIDDLE, "layers.0", 2, how))).findings
+    assert (finding.tensor, finding.ranks) == (MIDDLE, (0, 1, 2, 3))
+    assert finding.actual == "outdated in the forward from step 2 on"
+    assert finding.cause.startswith(cause)
+
+
+def test_a_parameter_of_the_model_itself():
+    [finding] = verdict(SEES, stale(healthy(1), StaleWeight(MIDDLE, "", 1, "gathered"))).findings
+    assert (finding.ranks, finding.detail) == ((0,), "the model's own forward")
+
+
+def test_a_tie_that_came_apart_explains_it():
+    evidence = stale(healthy(), StaleWeight(EMBEDDING, "embed", 1, "padded apart"))
+    found = verdict(SEES, change(evidence, HEAD, storage="memory of its own", identity=-1))
+    assert found.status == "skipped"
+    assert "tied_weights_share_storage" in found.reason
+
+
+@pytest.mark.parametrize("check", ["update_parity", "loss_parity", "grad_parity", "every_trainable_moves"])
+def test_checks_of_training_leave_it_to_this_check(check):
+    evidence = stale(healthy(), StaleWeight(HEAD, "head", 1, "padded apart"), ranks=[1])
+    late = (LOSSES[0], *(2 * loss for loss in LOSSES[1:]))
+    found = verdict(check, on_runs(evidence, None, losses=late) if check == "loss_parity" else evidence)
+    assert (found.status, SEES in found.reason) == ("skipped", True)
+
+
+def test_what_cannot_be_judged():
+    def reason(evidence):
+        assert verdict(SEES, evidence).status == "skipped"
+        return verdict(SEES, evidence).reason
+
+    one = on_runs(healthy(), None, forward=ForwardWeights(1))
+    assert reason(one) == "no forward follows an optimizer step; train for two steps or more"
+    frozen = on_ranks(healthy(), None, lambda rank: tuple(replace(t, requires_grad=False) for t in rank.tensors))
+    assert reason(frozen) == "nothing is trainable"
+    assert "not declared" in reason(undeclared(healthy(), "training", why="Subject(batch=...) is not declared"))

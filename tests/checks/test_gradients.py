@@ -1,0 +1,505 @@
+"""grad_parity, grad_norm_parity and grad_accumulation_parity on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, Evidence, Measure
+from tests.checks.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    PARAMETERS,
+    change,
+    change_reference,
+    differ,
+    empty,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    on_runs,
+    place,
+    remeasured,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+PARITY, NORM, ACCUMULATION, LOSS = "grad_parity", "grad_norm_parity", "grad_accumulation_parity", "loss_parity"
+ALL = (PARITY, NORM, ACCUMULATION)
+WITHIN = "equal within 0.0001"
+CHECKPOINT = "a checkpoint directory cannot be trained; declare Subject(reference=<callable>)"
+
+
+def losses(evidence: Evidence, *curve: float) -> Evidence:
+    return on_runs(evidence, None, losses=curve)
+
+
+def in_slices(evidence: Evidence, *indices: int) -> Evidence:
+    """Assign each rank to a data-parallel slice of the batch."""
+    size = len(set(indices))
+    runs = (replace(run, data_parallel=(i, size)) for run, i in zip(evidence.training, indices, strict=True))
+    return replace(evidence, training=tuple(runs))
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize(
+    "evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh={"dp_replicate": 2, "dp_shard": 2})]
+)
+def test_healthy_evidence_passes(check, evidence):
+    assert verdict(check, evidence).status == "passed"
+
+
+def test_a_model_without_tensors():
+    evidence = on_runs(empty(), None, gradients=(), norm=None, accumulation=None)
+    assert verdict(PARITY, evidence).status == "passed"
+    for check in (NORM, ACCUMULATION):
+        found = verdict(check, evidence)
+        assert (found.status, found.reason.split(",")[0]) == ("skipped", "nothing is trainable")
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_what_was_not_declared_is_named(check):
+    found = verdict(check, undeclared(healthy(), "training", why="Subject(batch=...) is not declared"))
+    assert (found.status, found.reason) == ("skipped", "Subject(batch=...) is not declared")
+    # The ranks are also trained without a reference.
+    found = verdict(check, undeclared(healthy(), "reference", why="Subject(reference=...) is not declared"))
+    assert (found.status, found.reason) == ("skipped", "Subject(reference=...) is not declared")
+    trained = replace(from_checkpoint(healthy()), training=healthy().training, unavailable={})
+    assert (verdict(check, trained).status, verdict(check, trained).reason) == ("skipped", CHECKPOINT)
+
+
+@pytest.mark.parametrize(
+    ("factor", "label"),
+    [(2.0, "2"), (0.5, "1/2"), (1 / 3, "1/3"), (4.0, "4"), (8.0, "8"), (1.04, "1.04"), (2.5, "2.5"), (0.0, "0")],
+)
+def test_a_constant_factor_is_named(factor, label):
+    found = verdict(PARITY, remeasured(healthy(), MIDDLE, factor))
+    assert findings_of(found) == [(MIDDLE, (0, 1), f"gradient is {label} times the reference's", WITHIN, "")]
+
+
+def cause_of(evidence: Evidence) -> str:
+    (finding,) = verdict(PARITY, evidence).findings
+    return finding.cause
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remedy"),
+    [
+        (
+            {"dp_shard": 2},
+            "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor)",
+        ),
+        ({"ep": 2}, "divide the gradients of experts by the number of all data-parallel ranks"),
+    ],
+)
+def test_experts_need_another_divide_factor_than_fsdp2s_default(mesh, remedy):
+    evidence = remeasured(place(healthy(2), MIDDLE, mesh, "S(0)"), MIDDLE, 2.0)
+    (finding,) = verdict(PARITY, evidence).findings
+    assert finding.cause.startswith("summed instead of averaged")
+    assert finding.remedy.startswith(remedy)
+
+
+def test_a_factor_equal_to_a_number_of_ranks_is_explained():
+    assert cause_of(remeasured(healthy(2), MIDDLE, 2.0)) == (
+        "summed instead of averaged (2 is the number of data-parallel ranks)"
+    )
+    assert cause_of(remeasured(healthy(4), MIDDLE, 0.25)).startswith(
+        "divided once too often (4 is the number of data-parallel ranks)"
+    )
+    assert "constant that the reference does not have" in cause_of(remeasured(healthy(2), MIDDLE, 3.0))
+    parallel = replace(healthy(2), world=replace(healthy(2).world, mesh=(("dp_shard", 2), ("tp", 4))))
+    assert "(4 is the number of ranks along tp)" in cause_of(remeasured(parallel, MIDDLE, 4.0))
+    assert "the loss does not depend on it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
+
+
+def test_one_odd_rank():
+    found = verdict(PARITY, remeasured(healthy(4), MIDDLE, apart=1.0, ranks=[2]))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "gradient differs from the reference's")]
+    assert found.findings[0].detail.endswith("0.75 at [0, 0] on rank 2, but should be 0.5")
+
+
+def test_a_gradient_that_is_slightly_off():
+    """A relative error below 0.01 counts as slightly off."""
+    far = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=1.0)).findings[0]
+    assert not far.cause.startswith("the error is small: ")
+    size = next(c.measure.truth for c in healthy().training[0].gradients if c.name == MIDDLE)
+    near = verdict(PARITY, remeasured(healthy(), MIDDLE, apart=0.005 * size)).findings[0]
+    assert near.cause.startswith("the error is small: the forward differs slightly")
+    factor = verdict(PARITY, remeasured(healthy(), MIDDLE, 0.9997)).findings[0]  # as a bias may have by chance
+    assert (factor.actual, factor.cause) == ("gradient differs from the reference's", near.cause)
+
+
+def test_a_parameter_that_the_reference_does_not_tie():
+    evidence = remeasured(healthy(), MIDDLE, apart=1.0)
+    identity = evidence.inventory[0].by_name[EMBEDDING].identity
+    tied = change(evidence, MIDDLE, identity=identity)
+    assert [f.cause.split(",")[0] for f in verdict(PARITY, tied).findings] == ["it is tied to another parameter"]
+    # Another check reports ties that only the reference has.
+    looser = change_reference(evidence, MIDDLE, identity=evidence.reference.inventory.by_name[EMBEDDING].identity)
+    assert not [f for f in verdict(PARITY, looser).findings if f.cause.startswith("it is tied")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "apart", "status"),
+    [("float32", 1e-4, "passed"), ("float32", 0.1, "failed"), ("bfloat16", 0.1, "passed"), ("bfloat16", 2.0, "failed")],
+)
+def test_the_tolerance_follows_the_dtype(dtype, apart, status):
+    evidence = change_reference(change(healthy(), MIDDLE, dtype=dtype), MIDDLE, dtype=dtype)
+    assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=apart)).status == status
+
+
+def test_the_loaders_compute_dtype_sets_the_tolerance_and_is_named():
+    evidence = replace(healthy(), inventory=tuple(replace(r, computes_in=("bfloat16",)) for r in healthy().inventory))
+    assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=0.1)).status == "passed"
+    assert cause_of(remeasured(evidence, MIDDLE, apart=2.0)).endswith(
+        "; the loader computes in bfloat16 (mixed-precision policy), the reference in float32"
+    )
+
+
+def test_a_gradient_that_is_only_rounding_is_not_compared():
+    """The gradient of a key's bias is zero except for rounding, which differs between computations."""
+    evidence = with_reference(healthy(), gradients={**healthy().reference.gradients, MIDDLE: 1e-7})
+    small = Comparison(MIDDLE, False, 12, measure=replace(alike(), actual=2e-7, truth=1e-7, apart=1e-7, dot=2e-14))
+    runs = tuple(replace(run, gradients=(small,)) for run in evidence.training)
+    assert verdict(PARITY, replace(evidence, training=runs)).status == "passed"
+    assert verdict(PARITY, on_runs(evidence, None, without_gradient=(MIDDLE,))).status == "passed"
+
+
+def alike() -> Measure:
+    return healthy().training[0].gradients[0].measure
+
+
+def test_no_gradient_at_all_points_to_the_reduction():
+    found = verdict(PARITY, on_runs(healthy(), None, without_gradient=tuple(PARAMETERS)))
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {
+        ("no gradient, although the reference has one", "")
+    }
+    assert {finding.cause for finding in found.findings} == {
+        "no parameter has a gradient: the reduction is turned off and never on again "
+        "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter"
+    }
+
+
+def test_no_gradient_where_the_reference_has_one():
+    found = verdict(PARITY, on_runs(healthy(4), [1, 3], without_gradient=(MIDDLE,)))
+    assert findings_of(found) == [(MIDDLE, (1, 3), "no gradient, although the reference has one", "", "")]
+    # A parameter that the reference does not use has no gradient there either.
+    unused = with_reference(healthy(), gradients={EMBEDDING: 1.0})
+    assert verdict(PARITY, on_runs(unused, None, without_gradient=(MIDDLE,))).status == "passed"
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_a_forward_that_differs_is_left_to_loss_parity(check):
+    evidence = losses(remeasured(healthy(), MIDDLE, 2.0), 2.5, 1.5, 1.25)
+    evidence = on_runs(
+        evidence, None, norm=6.0, accumulation=replace(evidence.training[0].accumulation, without_gradient=(MIDDLE,))
+    )
+    found = verdict(check, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == (
+        "the first loss is 2.5, but should be 2 (see loss_parity); gradients and updates depend on it"
+    )
+    assert verdict(LOSS, evidence).status == "failed"
+
+
+def test_later_losses_are_left_to_the_gradients():
+    found = verdict(LOSS, losses(remeasured(healthy(), MIDDLE, 2.0), 2.0, 1.75, 1.25))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "grad_parity explain; fix those first",
+    )
+
+
+def test_wrong_parameters_explain_wrong_gradients():
+    found = verdict(PARITY, remeasured(differ(healthy(), EMBEDDING), MIDDLE, 2.0))
+    assert (found.status, found.reason) == (
+        "skipped",
+        f"the gradients differ ({MIDDLE}: gradient is 2 times the reference's), which the findings of "
+        "params_equal_reference explain; fix those first",
+    )
+
+
+def test_a_reference_that_differs_each_time_it_is_built():
+    found = verdict(PARITY, with_reference(remeasured(healthy(), MIDDLE, 2.0), unstable=(MIDDLE,)))
+    assert (found.status, "the reference is not reproducible" in found.reason) == ("error", True)
+
+
+def test_a_gradient_that_is_nan():
+    nan = replace(alike(), actual=math.nan, apart=math.nan, dot=math.nan)
+    off = Comparison(MIDDLE, False, 12, 1, index=(0, 0), expected=0.5, actual=math.nan, measure=nan)
+    found = verdict(PARITY, on_runs(healthy(), [1], gradients=(off,)))
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "gradient differs from the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")
+    ]
+
+
+def test_parameters_that_share_storage_may_have_partial_gradients():
+    evidence = remeasured(remeasured(healthy(), HEAD, apart=1.0), EMBEDDING, apart=1.0)
+    assert verdict(PARITY, evidence).status == "failed"
+    assert verdict(PARITY, change(evidence, HEAD, identity=-1)).status == "passed"
+
+
+def test_experts_have_their_own_explanation():
+    evidence = healthy(parameters={"layers.0.experts.down_proj": (8, 4), EMBEDDING: (8, 4)})
+    assert "gradients of experts" in cause_of(remeasured(evidence, "layers.0.experts.down_proj", apart=1.0))
+
+
+def apart(evidence: Evidence, name: str, *actual: float, observed: str = "gradients", **facts) -> Evidence:
+    """Set each rank's value at the first index of an observed tensor; the reference has 0.5."""
+    runs = []
+    for run, value in zip(evidence.training, actual, strict=True):
+        off = {"differing": 1, "max_abs": abs(value - 0.5), "index": (0, 0), "expected": 0.5, "actual": value, **facts}
+        one = Comparison(name, value == 0.5, 24, **({} if value == 0.5 else off))
+        others = (c for c in getattr(run, observed) if c.name != name)
+        runs.append(replace(run, **{observed: (*others, one)}))
+    return replace(evidence, training=tuple(runs))
+
+
+def ignored(
+    *gradients: float,
+    parameters: tuple[float, ...] = (),
+    world: int = 2,
+    name: str = MIDDLE,
+    of: Evidence | None = None,
+    **facts,
+) -> Evidence:
+    """Return evidence of a plain parameter with these gradients by rank, and values that follow from them."""
+    evidence = apart(place(of or healthy(world), name, {}, shape=(6, 4)), name, *gradients, **facts)
+    runs = []
+    for run, value in zip(evidence.training, parameters or gradients, strict=True):
+        tensors = (replace(t, digest=f"moved to {value}") if t.name == name else t for t in run.after.tensors)
+        kept = tuple(c for c in run.parameters if c.name != name)
+        runs.append(replace(run, after=replace(run.after, tensors=tuple(tensors)), parameters=kept))
+    return replace(evidence, training=tuple(runs))
+
+
+IGNORED = (
+    "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
+)
+SCATTERED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
+
+
+def test_unreduced_gradients_although_the_losses_agree():
+    found = verdict(PARITY, ignored(0.75, 0.25))
+    detail = "first step, at [0, 0]: 0.25 on rank 1, 0.75 on rank 0"
+    assert findings_of(found) == [(MIDDLE, (0, 1), *SCATTERED, detail)]
+    assert (found.findings[0].cause, found.findings[0].remedy) == IGNORED
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [((0.5, 0.5), IGNORED[0]), ((0.75, 0.25), "nothing reduces the gradients of any parameter over these ranks: ")],
+)
+def test_unreduced_gradients_of_all_parameters_are_those_of_a_wrapper_that_is_bypassed(other, cause):
+    both = ignored(*other, name=EMBEDDING, of=ignored(0.75, 0.25))
+    held = (tuple(c for c in run.gradients if c.name in (MIDDLE, EMBEDDING)) for run in both.training)
+    runs = tuple(replace(run, gradients=own) for run, own in zip(both.training, held, strict=True))
+    found = verdict(PARITY, replace(both, training=runs)).findings
+    assert len(found) == 1 + (other != (0.5, 0.5))
+    assert all(finding.cause.startswith(cause) for finding in found)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        ignored(0.5, 0.5),
+        ignored(0.75, 0.75),  # scaled alike or from another batch: loss_parity reports it
+        ignored(0.501, 0.499),
+        ignored(0.75, 0.25, parameters=(0.625, 0.625)),  # the optimizer reduces the gradients
+        ignored(0.75, 0.25, expected=0.0, max_abs=1e-9),
+        ignored(0.75, math.nan),
+    ],
+    ids=["equal", "alike", "rounded", "reduced later", "noise", "nan"],
+)
+def test_gradients_that_agree_or_nearly(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+def test_a_rank_that_has_the_gradient_of_the_reference_by_chance():
+    found = verdict(PARITY, ignored(0.5, 1.5, 0.5, 0.5, world=4))
+    assert [(finding.ranks, finding.detail) for finding in found.findings] == [
+        ((0, 1, 2, 3), "first step, at [0, 0]: 0.5 on rank 0, 1.5 on rank 1")
+    ]
+
+
+def test_an_unreduced_scalar_parameter():
+    (finding,) = verdict(PARITY, ignored(0.75, 0.25, index=())).findings
+    assert finding.detail == "first step, 0.25 on rank 1, 0.75 on rank 0"
+
+
+def test_shards_may_have_different_gradients():
+    evidence = apart(apart(healthy(2), MIDDLE, 0.75, 0.25), MIDDLE, 0.75, 0.25, observed="parameters")
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+def test_ranks_of_one_slice_may_hold_partial_sums():
+    evidence = ignored(0.75, 0.25, 0.75, 0.25, world=4)
+    assert verdict(PARITY, in_slices(evidence, 0, 0, 1, 1)).status == "passed"
+    assert verdict(PARITY, in_slices(evidence, 0, 0, 0, 0)).status == "passed"
+    assert [finding.ranks for finding in verdict(PARITY, in_slices(evidence, 0, 1, 0, 1)).findings] == [(0, 1, 2, 3)]
+
+
+def test_unreduced_gradients_explain_later_losses_but_not_the_first():
+    later = losses(ignored(0.75, 0.25), 2.0, 1.4, 1.0)
+    assert [verdict(id, later).status for id in (PARITY, LOSS)] == ["failed", "skipped"]
+    at_once = losses(later, 2.5, 1.4, 1.0)
+    assert [verdict(id, at_once).status for id in (PARITY, LOSS)] == ["failed", "failed"]
+
+
+def test_gradients_of_a_wrong_parameter_are_not_judged():
+    found = verdict(PARITY, differ(ignored(0.75, 0.25), MIDDLE))
+    assert (found.status, found.unjudged) == ("skipped", {"params_equal_reference": (MIDDLE,)})
+    # Another wrong tensor does not excuse unreduced gradients.
+    found = verdict(PARITY, differ(ignored(0.75, 0.25), EMBEDDING))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]
+
+
+def test_plain_tensors_without_ddp_have_their_own_explanation():
+    (finding,) = verdict(PARITY, on_runs(ignored(0.75, 0.25), None, unreduced=True)).findings
+    assert finding.cause == (
+        "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients"
+    )
+
+
+def test_a_norm_over_the_ranks_own_shards():
+    found = verdict(NORM, on_runs(on_runs(healthy(), [0], norm=2.0), [1], norm=2.5))
+    assert findings_of(found) == [
+        (None, (0,), "gradient norm 2", "3 within 0.0001", ""),
+        (None, (1,), "gradient norm 2.5", "3 within 0.0001", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("norm", "status"), [(3.0001, "passed"), (3.1, "failed"), (math.nan, "failed"), (0.0, "failed")]
+)
+def test_norms(norm, status):
+    assert verdict(NORM, on_runs(healthy(), None, norm=norm)).status == status
+
+
+@pytest.mark.parametrize(
+    ("norms", "cause"),
+    [
+        ((2.0, 2.0), "all ranks agree on a norm that is too small: "),
+        ((4.0, 4.0), "all ranks agree on a norm that is too large: "),
+        ((2.0, 2.5), "the norm is taken over the rank's own shards"),
+        ((3.0, 2.0), "the norm is taken over the rank's own shards"),
+    ],
+)
+def test_the_ranks_norms_point_to_the_cause(norms, cause):
+    evidence = healthy()
+    for rank, norm in enumerate(norms):
+        evidence = on_runs(evidence, [rank], norm=norm)
+    assert {finding.cause[: len(cause)] for finding in verdict(NORM, evidence).findings} == {cause}
+
+
+def test_gradients_whose_norm_torch_cannot_compute():
+    found = verdict(NORM, on_runs(healthy(), None, norm=None, norm_problem="RuntimeError: mixed"))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "torch cannot compute the norm of these gradients (RuntimeError: mixed); declare "
+        "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one",
+    )
+
+
+def test_gradients_that_differ_explain_their_norm():
+    found = verdict(NORM, on_runs(remeasured(healthy(), MIDDLE, 2.0), None, norm=6.0))
+    assert found.status == "skipped"
+    assert found.reason.endswith("which the findings of grad_parity explain; fix those first")
+
+
+def accumulated(evidence: Evidence, ranks=None, **facts) -> Evidence:
+    return on_runs(evidence, ranks, accumulation=replace(evidence.training[0].accumulation, **facts))
+
+
+def test_a_reduction_that_is_not_turned_off():
+    found = verdict(ACCUMULATION, accumulated(healthy(), early=(MIDDLE, EMBEDDING)))
+    assert findings_of(found) == [
+        (name, (0, 1), "gradient reduced in the first micro-batch", "reduced only in the last", "")
+        for name in (EMBEDDING, MIDDLE)
+    ]
+
+
+def test_a_reduction_that_is_not_turned_on_again():
+    found = verdict(ACCUMULATION, accumulated(healthy(4), [3], without_gradient=(MIDDLE,)))
+    assert findings_of(found) == [
+        (MIDDLE, (3,), "no gradient after the last micro-batch", "the mean over the micro-batches", "")
+    ]
+    # An unused parameter has no gradient in an ordinary step either.
+    unused = on_runs(with_reference(healthy(), gradients={EMBEDDING: 1.0}), None, without_gradient=(MIDDLE,))
+    assert verdict(ACCUMULATION, accumulated(unused, without_gradient=(MIDDLE,))).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("factor", "apart", "actual", "error"),
+    [
+        (2.0, 0.0, "gradient 2 times as large", ""),
+        (1.0, 2.0, "different gradient", "relative error 0.58; 0.75 at [0, 0] on rank 0, but should be 0.5"),
+    ],
+)
+def test_accumulated_gradients_that_differ(factor, apart, actual, error):
+    seen = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
+    found = verdict(ACCUMULATION, accumulated(healthy(), gradients=seen))
+    mean = "the mean over the micro-batches, equal within 0.0001"
+    assert findings_of(found) == [(MIDDLE, (0, 1), f"{actual} after the last micro-batch", mean, error)]
+    assert found.findings[0].cause.endswith(
+        "a module computes with a cached copy of a weight from before the last step"
+    )
+
+
+def test_accumulated_gradients_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    seen = remeasured(healthy(), MIDDLE, apart=2.0).training[0].gradients
+    differing = on_runs(accumulated(healthy(), gradients=seen), None, optimizer=optimizer)
+    found = verdict(ACCUMULATION, differing)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.startswith(
+        f"passed for what could be checked; accumulated gradients differ ({MIDDLE}: different gradient after the last "
+        "micro-batch): the loader's optimizer already has state (of 1 parameter"
+    )
+    lost = replace(differing.training[0].accumulation, without_gradient=(HEAD,))
+    found = verdict(ACCUMULATION, on_runs(differing, None, accumulation=lost))
+    assert [(f.tensor, f.actual) for f in found.findings] == [(HEAD, "no gradient after the last micro-batch")]
+
+
+@pytest.mark.parametrize("reference", [math.inf, math.nan])
+def test_a_reference_whose_training_diverges(reference):
+    measure = Measure(actual=reference, truth=reference, apart=math.nan, dot=math.nan, elements=4)
+    gradients = tuple(replace(c, measure=measure) for c in healthy().training[0].accumulation.gradients)
+    found = verdict(ACCUMULATION, accumulated(healthy(), gradients=gradients))
+    assert (found.status, found.reason) == (
+        "skipped",
+        f"after the steps the reference's own gradient of {gradients[0].name} is not finite: its training diverges; "
+        "give Subject(optimizer=...) a smaller learning rate",
+    )
+
+
+def test_a_forward_that_changes_a_buffer_is_not_compared():
+    seen = remeasured(healthy(), MIDDLE, 2.0).training[0].gradients
+    after = healthy().reference.after
+    moved = tuple(replace(t, digest="counted") if t.name == COUNTER else t for t in after.tensors)
+    evidence = with_reference(accumulated(healthy(), gradients=seen), after=replace(after, tensors=moved))
+    found = verdict(ACCUMULATION, evidence)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "every forward changes counter, and accumulation takes more forwards than the reference for the same rows",
+    )
+    assert verdict(ACCUMULATION, accumulated(evidence, early=(MIDDLE,))).status == "failed"
+
+
+def test_a_batch_that_cannot_be_split():
+    problem = "'input_ids' has 2 rows, which do not divide into 2 micro-batches for each of 2 ranks"
+    found = verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=Accumulation(problem=problem)))
+    assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
+
+
+def test_frozen_parameters_need_no_gradient():
+    assert FROZEN not in healthy().reference.gradients
+    assert verdict(PARITY, on_runs(healthy(), None, without_gradient=(FROZEN,))).status == "passed"

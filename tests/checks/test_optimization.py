@@ -1,0 +1,487 @@
+"""Checks of optimizers, frozen weights, movement, replicas, ties and updates, on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts
+from tests.checks.evidence_factory import (
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    change,
+    change_reference,
+    declare,
+    differ,
+    empty,
+    findings_of,
+    healthy,
+    on_runs,
+    place,
+    remeasured,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+OWNS, STAY, MOVES, REPLICAS = (
+    "optimizer_owns_parameters",
+    "frozen_weights_stay_frozen",
+    "every_trainable_moves",
+    "replicas_stay_equal",
+)
+UPDATES, TIED = "update_parity", "tied_weights_stay_tied"
+HYBRID = {"dp_replicate": 2, "dp_shard": 2}
+ALONE = "Subject(reference=...) is not declared"
+
+
+def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
+    """Change the facts of one tensor after the steps."""
+    chosen = range(len(evidence.training)) if ranks is None else set(ranks)
+    runs = []
+    for rank, run in enumerate(evidence.training):
+        tensors = (replace(t, **facts) if t.name == name and rank in chosen else t for t in run.after.tensors)
+        runs.append(replace(run, after=replace(run.after, tensors=tuple(tensors))))
+    return replace(evidence, training=tuple(runs))
+
+
+def held(evidence: Evidence, ranks=None, others: tuple[tuple[str, bool], ...] = (), **counts: int) -> Evidence:
+    """Set how often the optimizer holds parameters, named by the last part of the name before .weight."""
+    usual = evidence.training[0].optimizer
+    known = {name.removesuffix(".weight").replace("layers.0", "middle"): name for name in usual.held}
+    facts = replace(usual, held=usual.held | {known[key]: count for key, count in counts.items()}, others=others)
+    return on_runs(evidence, ranks, optimizer=facts)
+
+
+def unmoved(evidence: Evidence, *names: str) -> Evidence:
+    for name in names:
+        evidence = after(evidence, name, digest=f"bits of {name}")
+    return evidence
+
+
+def untrained(evidence: Evidence, optimizer: OptimizerFacts | None) -> Evidence:
+    inventory = tuple(replace(rank, optimizer=optimizer) for rank in evidence.inventory)
+    return undeclared(replace(evidence, inventory=inventory), "training", why="Subject(batch=...) is not declared")
+
+
+@pytest.mark.parametrize("check", [OWNS, STAY, MOVES, UPDATES, TIED])
+@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh=HYBRID)])
+def test_healthy_evidence_passes(check, evidence):
+    assert verdict(check, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("check", [OWNS, STAY, MOVES, TIED])
+def test_checks_that_need_no_reference_pass_without_one(check):
+    evidence = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
+    assert verdict(check, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (OWNS, "nothing is trainable"),
+        (STAY, "nothing is frozen"),
+        (MOVES, "nothing is trainable"),
+        (REPLICAS, "nothing is replicated: no two ranks hold the same part of a tensor"),
+        (TIED, "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"),
+    ],
+)
+def test_a_model_without_tensors(check, reason):
+    found = verdict(check, on_runs(empty(), None, optimizer=None, movements=()))
+    assert (found.status, found.reason) == ("skipped", reason)
+
+
+@pytest.mark.parametrize("check", [STAY, MOVES, REPLICAS, TIED, UPDATES])
+def test_without_a_batch_nothing_is_trained(check):
+    found = verdict(check, undeclared(healthy(), "training", why="Subject(batch=...) is not declared"))
+    assert (found.status, found.reason) == ("skipped", "Subject(batch=...) is not declared")
+
+
+def test_parameters_that_the_optimizer_does_not_hold():
+    evidence = unmoved(held(healthy(), middle=0, others=(("float32", True),)), MIDDLE)
+    found = verdict(OWNS, evidence)
+    assert findings_of(found) == [(MIDDLE, (0, 1), "in no parameter group of SGD", "in exactly one", "")]
+    assert found.findings[0].cause.startswith("the optimizer was built before sharding or materialisation")
+    plain = verdict(OWNS, unmoved(held(healthy(4), [2], middle=0), MIDDLE))
+    assert [(f.ranks, f.cause[:38]) for f in plain.findings] == [((2,), "the optimizer was built from other par")]
+
+
+def test_an_optimizer_may_hold_copies_in_another_precision():
+    """An optimizer with master weights steps copies and writes them back."""
+    assert verdict(OWNS, held(healthy(), middle=0, others=(("float32", False),))).status == "passed"
+    alone = OptimizerFacts("SGD", {EMBEDDING: 0}, (("bfloat16", False),))
+    assert verdict(OWNS, untrained(healthy(), alone)).status == "passed"
+
+
+def test_a_built_optimizer_is_judged_without_training():
+    usual = healthy().training[0].optimizer
+    assert verdict(OWNS, untrained(healthy(), usual)).status == "passed"
+    found = verdict(OWNS, untrained(healthy(), replace(usual, held=usual.held | {MIDDLE: 0})))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]
+    found = verdict(OWNS, untrained(healthy(), None))
+    assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    failed = undeclared(untrained(healthy(), None), "training", why="rank 1 raised ValueError: no step", error=True)
+    found = verdict(OWNS, failed)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded (rank 1 raised "
+        "ValueError: no step)",
+    )
+
+
+def test_the_default_optimizer_is_not_judged():
+    found = verdict(OWNS, declare(replace(healthy(), subject=replace(healthy().subject, declared=frozenset()))))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters",
+    )
+
+
+def test_holding_one_of_two_tied_names_is_enough():
+    evidence = unmoved(held(healthy(), head=0), HEAD)
+    assert verdict(OWNS, evidence).status == "passed"
+
+
+def test_frozen_and_repeated_parameters_in_the_groups():
+    found = verdict(OWNS, held(held(healthy(), verifier=1), [1], verifier=1, middle=2))
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "listed 2 times in the parameter groups of SGD", "listed once", ""),
+        (FROZEN, (0, 1), "frozen and in a parameter group of SGD", "in none", ""),
+    ]
+
+
+def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group():
+    evidence = held(healthy(), verifier=1)
+    ranks = [replace(run.optimizer, stepped=frozenset({FROZEN})) for run in evidence.training]
+    runs = tuple(replace(run, optimizer=one) for run, one in zip(evidence.training, ranks, strict=True))
+    assert verdict(OWNS, replace(evidence, training=runs)).status == "passed"
+
+
+def test_an_optimizer_that_also_holds_old_parameters():
+    found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
+    assert findings_of(found) == [
+        *[(None, (0, 1), "SGD holds 1 parameter without storage, not registered by the model",
+           "", "")],
+    ]  # fmt: skip
+    # They may belong to a loss with its own parameters.
+    assert verdict(OWNS, held(healthy(), others=(("float32", False),))).status == "passed"
+
+
+def test_a_frozen_weight_that_moves():
+    evidence = after(healthy(4), FROZEN, [1, 3], digest="other")
+    assert findings_of(verdict(STAY, evidence)) == [
+        (FROZEN, (1, 3), "changed in 3 steps", "bit-identical to the loaded values", "")
+    ]
+    assert verdict(STAY, undeclared(evidence, "reference", "values", "verifier", why=ALONE)).status == "failed"
+
+
+def test_a_moving_average_that_also_changes_in_the_reference():
+    evidence = after(healthy(), FROZEN, digest="other")
+    reference = evidence.reference.after
+    moved = tuple(replace(t, digest="other") if t.name == FROZEN else t for t in reference.tensors)
+    evidence = with_reference(evidence, after=replace(reference, tensors=moved))
+    assert (verdict(STAY, evidence).status, verdict(STAY, evidence).reason) == ("skipped", "nothing is frozen")
+    assert verdict(STAY, declare(evidence, frozen={FROZEN: FROZEN})).status == "failed"
+
+
+def test_an_unreadable_tensor_is_not_reported_as_changed():
+    assert verdict(STAY, after(change(healthy(), FROZEN, digest=None), FROZEN, digest=None)).status == "passed"
+
+
+def still(evidence: Evidence, name: str, due: int, count: int, ranks=None, first: int | None = 3) -> Evidence:
+    chosen = range(len(evidence.training)) if ranks is None else set(ranks)
+    runs = (
+        replace(run, movements=tuple(Movement(name, due, count, first) if m.name == name else m for m in run.movements))
+        if rank in chosen else run
+        for rank, run in enumerate(evidence.training)
+    )  # fmt: skip
+    return replace(evidence, training=tuple(runs))
+
+
+def test_a_shard_that_does_not_move():
+    found = verdict(MOVES, still(healthy(4), MIDDLE, 2, 2, [2]))
+    detail = "2 of 2 rows on rank 2, first row 3"
+    assert findings_of(found) == [(MIDDLE, (2,), "no row changed in 3 steps, although it has gradients", "", detail)]
+
+
+def test_rows_that_do_not_move():
+    found = verdict(MOVES, still(healthy(), MIDDLE, 3, 1))
+    assert [(f.actual, f.detail) for f in found.findings] == [
+        ("some rows did not change in 3 steps, although they have gradients", "1 of 3 rows on rank 0, first row 3")
+    ]
+    alone = still(undeclared(healthy(), "reference", "values", "verifier", why=ALONE), MIDDLE, 1, 1, first=None)
+    assert [f.detail for f in verdict(MOVES, alone).findings] == ["1 of 1 rows on rank 0"]
+
+
+def test_updates_below_rounding():
+    evidence = on_runs(healthy(), None, movements=(Movement(MIDDLE, 0, 0),))
+    found = verdict(MOVES, evidence)
+    assert (found.status, found.reason.split(":")[0]) == ("skipped", "no update is larger than rounding")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by"),
+    [
+        (remeasured(healthy(), MIDDLE, 2.0), "grad_parity"),
+        (unmoved(held(healthy(), middle=0), MIDDLE), "optimizer_owns_parameters"),
+    ],
+)
+def test_a_cause_that_keeps_a_tensor_from_moving_is_reported_once(evidence, by):
+    found = verdict(MOVES, still(evidence, MIDDLE, 3, 3))
+    assert (found.status, found.unjudged) == ("skipped", {by: (MIDDLE,)})
+
+
+def test_replicas():
+    assert verdict(REPLICAS, healthy(2)).reason.startswith("nothing is replicated")
+    assert verdict(REPLICAS, healthy(1)).reason.startswith("nothing is replicated")
+    assert verdict(REPLICAS, healthy(mesh=HYBRID)).status == "passed"
+    assert verdict(REPLICAS, place(healthy(2), MIDDLE, {}, shape=(6, 4))).status == "passed"
+
+
+def test_replicas_that_drift_apart():
+    found = verdict(REPLICAS, after(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="other"))
+    actual = "differs from its replicas after 3 steps"
+    assert findings_of(found) == [(MIDDLE, (2, 3), actual, "bit-identical", "rank 2 differs from rank 0")]
+
+
+def test_tensors_that_differ_before_the_steps_are_not_replicas():
+    evidence = change(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="experts of another rank")
+    assert verdict(REPLICAS, after(evidence, MIDDLE, [2, 3], digest="other")).status == "passed"
+
+
+def with_settings(evidence, ours, theirs):
+    """Return evidence in which the group of MIDDLE has these settings on the ranks, and those in the reference."""
+    facts = replace(evidence.training[0].optimizer, settings={MIDDLE: ours})
+    reference = replace(evidence.reference, settings={MIDDLE: theirs})
+    return replace(on_runs(evidence, None, optimizer=facts), reference=reference)
+
+
+def test_a_parameter_in_another_group_than_in_the_reference():
+    ours, theirs = "lr=0.1; betas=(0.9, 0.95); weight_decay=0.1", "lr=0.1; betas=(0.9, 0.95); weight_decay=0"
+    wrong = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
+    (found,) = verdict(UPDATES, with_settings(wrong, ours, theirs)).findings
+    assert found.cause.startswith(
+        "the optimizer's group of this parameter has weight_decay=0.1 on these ranks, and weight_decay=0 in the "
+    )
+    (alike,) = verdict(UPDATES, with_settings(wrong, ours, ours)).findings
+    assert "group of this parameter" not in alike.cause
+    assert verdict(UPDATES, with_settings(healthy(), ours, theirs)).status == "passed", "the updates are what counts"
+    (older,) = verdict(UPDATES, with_settings(wrong, ours, "")).findings
+    assert "group of this parameter" not in older.cause
+
+
+def test_an_update_that_differs():
+    found = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, observed="parameters"))
+    within = "equal within 0.002"
+    assert findings_of(found) == [(MIDDLE, (0, 1), "update is 0.1 times the reference's", within, "")]
+    found = verdict(UPDATES, remeasured(healthy(4), MIDDLE, apart=4.0, ranks=[1], observed="parameters"))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "update differs from the reference's")]
+
+
+@pytest.mark.parametrize(
+    ("factors", "labels"),
+    [
+        ((1.25, 1.25, 1.25), {"1.25"}),
+        ((1.03, 1.03, 1.03), {"1.03"}),
+        ((1.0004, 1.0004, 1.0004), {"1.0004"}),
+        ((0.2499, 0.25, 0.2501), {"0.25"}),
+        ((0.251, 0.2501, 0.2503), {"0.25"}),
+        ((0.333, 0.3335, 0.3337), {"0.333"}),
+        ((0.1, 0.1, 0.137), {"0.1", "0.137"}),
+        ((0.996, 0.994, 1.005), {"0.995", "1.005"}),
+        ((3.14159, 3.14159, 3.14159), {"3.14"}),
+    ],
+)
+def test_nearly_equal_factors_have_one_label(factors, labels):
+    evidence = replace(healthy(), tolerance={UPDATES: 1e-5})
+    for name, factor in zip((EMBEDDING, MIDDLE, HEAD), factors, strict=True):
+        evidence = remeasured(evidence, name, factor, observed="parameters")
+    found = {f.actual for f in verdict(UPDATES, evidence).findings}
+    assert found == {f"update is {factor} times the reference's" for factor in labels}
+
+
+def test_a_factor_blurred_by_several_steps():
+    evidence = healthy()
+    for name, factor, apart in ((EMBEDDING, 0.24, 0.1), (MIDDLE, 0.262, 0.1), (HEAD, 0.25, 0.12)):
+        evidence = remeasured(evidence, name, factor, apart, observed="parameters")
+    found = verdict(UPDATES, evidence)
+    assert {f.actual for f in found.findings} == {"update is 0.25 times the reference's"}
+    # An update whose direction is off by more than its length has no factor.
+    turned = remeasured(healthy(), MIDDLE, 1.05, 1.0, observed="parameters")
+    assert [f.actual for f in verdict(UPDATES, turned).findings] == ["update differs from the reference's"]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "factor", "cause"),
+    [
+        (healthy(4), 4.0, "is multiplied by the number of data-parallel ranks (4), and the reference's is not"),
+        (healthy(4), 0.25, "is divided by the number of data-parallel ranks (4), and the reference's is not"),
+        (healthy(mesh=HYBRID), 0.5, "the number of ranks along dp_replicate and the number of ranks along dp_shard"),
+        (healthy(4), 2.0, "learning rate, weight decay or parameter groups"),
+        (healthy(1), 2.0, "learning rate, weight decay or parameter groups"),
+    ],
+)
+def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
+    (finding,) = verdict(UPDATES, remeasured(evidence, MIDDLE, factor, observed="parameters")).findings
+    assert cause in finding.cause
+
+
+def test_only_the_farthest_updates_are_reported():
+    evidence = remeasured(
+        remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING, 0.9, observed="parameters"
+    )
+    assert [finding.tensor for finding in verdict(UPDATES, evidence).findings] == [MIDDLE]
+
+
+def test_updates_that_are_only_rounding_are_not_compared():
+    evidence = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
+    evidence = with_reference(evidence, gradients={**evidence.reference.gradients, MIDDLE: 1e-7})
+    assert verdict(UPDATES, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
+    (finding,) = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, ranks=ranks, observed="parameters")).findings
+    assert finding.cause == (
+        "the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on all "
+        "ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
+        "called in a world of 1 for the reference"
+    )
+
+
+def test_wrong_parameters_explain_wrong_updates():
+    found = verdict(UPDATES, differ(remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING))
+    assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
+
+
+def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({HEAD, MIDDLE}))
+    resumed = on_runs(healthy(), [1], optimizer=optimizer)
+    assert verdict(UPDATES, resumed).status == "passed"
+    found = verdict(UPDATES, remeasured(resumed, EMBEDDING, 0.1, observed="parameters"))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        f"the updates differ ({EMBEDDING}: update is 0.1 times the reference's): the loader's optimizer already has "
+        f"state (of 2 parameters, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state "
+        "in resume()"
+    )
+
+
+def test_losses_that_follow_from_updates():
+    evidence = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
+    found = verdict("loss_parity", on_runs(evidence, None, losses=(2.0, 1.75, 1.5)))
+    assert (found.status, "findings of update_parity explain" in found.reason) == ("skipped", True)
+
+
+def test_a_tie_that_breaks():
+    broken = after(healthy(), HEAD, storage="memory of its own", identity=-1)
+    actual = "does not share storage with head.weight after 3 steps"
+    assert findings_of(verdict(TIED, broken)) == [(EMBEDDING, (0, 1), actual, "still tied to it", "values differ")]
+    same = after(broken, HEAD, digest=f"trained bits of {EMBEDDING}")
+    assert verdict(TIED, same).findings[0].detail == "values are still equal"
+    one = after(healthy(4), HEAD, [2], storage="memory of its own", identity=-1)
+    assert verdict(TIED, one).findings[0].ranks == (2,)
+
+
+def test_an_undeclared_tie_is_found_in_the_model():
+    alone = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
+    assert verdict(TIED, alone).status == "passed"
+    broken = after(alone, HEAD, storage="memory of its own", identity=-1)
+    assert [finding.tensor for finding in verdict(TIED, broken).findings] == [EMBEDDING]
+
+
+def test_a_tie_missing_from_the_start_is_reported_once():
+    apart = {"storage": "memory of its own", "identity": -1}
+    evidence = after(change(healthy(), HEAD, **apart), HEAD, **apart)
+    assert verdict("tied_weights_share_storage", evidence).status == "failed"
+    assert verdict(TIED, evidence).status == "skipped"
+    assert verdict(TIED, change_reference(evidence, HEAD, **apart)).reason.startswith("no weights are tied")
+
+
+def unreached(*names, evidence=None):
+    """Return evidence in which these parameters have no gradient on any rank, and none in the reference."""
+    found = evidence or healthy()
+    sizes = {name: size for name, size in found.reference.gradients.items() if name not in names}
+    runs = tuple(
+        replace(run, without_gradient=names, movements=tuple(m for m in run.movements if m.name not in names))
+        for run in found.training
+    )
+    return replace(found, reference=replace(found.reference, gradients=sizes), training=runs)
+
+
+def test_a_loss_that_does_not_reach_most_of_the_model():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    [found] = verdict(MOVES, unreached(*every[:-1])).findings
+    assert found.actual == f"{len(every) - 1} of {len(every)} trainable parameters get no gradient"
+    assert found.cause.startswith("the loss does not depend on them: an output is detached")
+    [found] = verdict(MOVES, unreached(*every)).findings
+    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+
+
+def test_modules_that_the_batch_does_not_use_are_no_defect():
+    """Most of a multimodal model gets no gradient from a batch of text alone."""
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    text_only = unreached(*every[:-1])
+    text_only = replace(text_only, reference=replace(text_only.reference, idle=every[:-1]))
+    found = verdict(MOVES, text_only)
+    assert (found.status, found.findings, found.why) == ("skipped", (), "partly checked")
+    assert f"the batch does not use {every[0]} and {len(every) - 2} more: these modules ran neither" in found.reason
+    functional = replace(text_only, reference=replace(text_only.reference, idle=every[1:-1]))
+    assert verdict(MOVES, functional).reason.endswith(
+        f"the loss gives {every[0]} no gradient, in the reference neither; freeze what is not trained"
+    )
+
+
+def test_a_model_that_does_not_run_at_all():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    unused = unreached(*every)
+    [found] = verdict(MOVES, replace(unused, reference=replace(unused.reference, idle=every))).findings
+    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+
+
+def test_without_a_reference_no_gradient_is_no_finding():
+    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+    found = verdict(MOVES, undeclared(unreached(*every[:-1]), "reference", why="not declared"))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "no gradient; freeze what is not trained" in found.reason
+
+
+def test_a_parameter_without_a_use_is_left_out():
+    found = verdict(MOVES, unreached(MIDDLE))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "the loss gives layers.0.weight no gradient, in the reference neither" in found.reason
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_losses_that_are_not_finite_are_no_movement(reference):
+    found = healthy()
+    runs = tuple(replace(run, losses=(1.0, math.nan)) for run in found.training)
+    found = (
+        replace(found, training=runs)
+        if reference
+        else undeclared(replace(found, training=runs), "reference", why="not declared")
+    )
+    judged = verdict(MOVES, found)
+    assert judged.status == ("skipped" if reference else "error")
+    assert judged.reason.startswith("the losses are not finite (1.000000, nan)")
+
+
+def test_updates_that_rounding_swallows():
+    found = verdict(MOVES, on_runs(healthy(), None, swallowed=(MIDDLE,)))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "no element changed in 3 steps: each update is rounded away in float32", "trained", "")
+    ]
+    assert found.findings[0].cause.startswith("each update is smaller than half a unit in the last place")
+    # One rank moved its shard, so the learning rate is not too small.
+    assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
+
+
+def test_the_plugins_own_learning_rate_is_not_judged():
+    evidence = on_runs(healthy(), None, swallowed=(MIDDLE,))
+    declared = evidence.subject.declared - {"optimizer"}
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
+    assert verdict(MOVES, evidence).findings == ()

@@ -1,0 +1,218 @@
+"""Random numbers of a step in training mode, and their state after resuming, judged on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR
+from pytest_fsdp_meta.evidence import Evidence
+from tests.checks.evidence_factory import (
+    DROPOUT,
+    HEAD,
+    change,
+    healthy,
+    on_runs,
+    redrawn,
+    undeclared,
+    verdict,
+    with_random_state,
+    with_reference,
+)
+
+FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+MIXED = {"dp_shard": 2, "tp": 2}
+ONE_SEED = {"state": "seeded with 42", "seed": 42}
+UNSEEDED = {"state": "seeded by the plugin", "seed": 1, "seeded": False}
+
+
+def by_token(evidence: Evidence) -> Evidence:
+    """Give each rank another activation."""
+    for rank in range(len(evidence.inventory)):
+        evidence = redrawn(evidence, [rank], operand=f"tokens of rank {rank}")
+    return evidence
+
+
+def test_one_seed_for_different_rows():
+    [finding] = verdict(FOLLOW, redrawn(healthy(4), **ONE_SEED)).findings
+    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1, 2, 3))
+    assert finding.actual == "draws the same random numbers for different rows"
+    assert finding.detail == "bernoulli_ of 4x8 elements, first on ranks 0, 1"
+    assert "seeded alike" in finding.cause
+
+
+def test_one_seed_for_the_shards_of_each_replica():
+    found = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0"))
+    [finding] = found.findings
+    assert finding.ranks == (0, 2)
+    assert finding.cause.startswith("the seed depends on some dimensions of the mesh")
+
+
+def test_many_modules_make_one_finding():
+    evidence = redrawn(healthy(), **ONE_SEED)
+    steps = evidence.training_mode or ()
+    more = (replace(step, draws=(*step.draws, replace(step.draws[0], module="last"))) for step in steps)
+    [finding] = verdict(FOLLOW, replace(evidence, training_mode=tuple(more))).findings
+    assert finding.tensor == DROPOUT
+    assert finding.detail.endswith("first on ranks 0, 1; so does 1 other module")
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, MIXED])
+def test_other_numbers_for_one_activation(mesh):
+    [finding] = verdict(FOLLOW, redrawn(healthy(mesh=mesh), [1], state="one number later")).findings
+    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1))
+    assert finding.actual == "draws different random numbers for the same activation"
+
+
+def test_tensor_parallel_ranks_with_other_parts_may_draw_anything():
+    evidence = by_token(healthy(mesh={"tp": 2}))
+    for state in ("seeded with 0", "seeded with 1"):
+        found = verdict(FOLLOW, redrawn(evidence, [1], state=state))
+        assert (found.status, found.why) == ("skipped", "not applicable")
+        assert found.reason == "no two ranks draw numbers for the same activation, or for different rows"
+
+
+def test_parts_of_a_sequence_need_other_numbers():
+    alike = by_token(healthy(mesh={"cp": 2}))
+    [finding] = verdict(FOLLOW, alike).findings
+    assert finding.actual == "draws the same random numbers for different tokens of their rows"
+    assert verdict(FOLLOW, redrawn(alike, [1], state="seeded with 1")).status == "passed"
+
+
+def test_a_sequence_that_is_divided_within_tensor_parallel_ranks():
+    mesh = {"cp": 2, "tp": 2}
+    evidence = by_token(healthy(mesh=mesh))
+    [finding] = verdict(FOLLOW, evidence).findings
+    assert finding.ranks == (0, 1, 2, 3)
+    assert finding.detail.startswith("bernoulli_ of 4x8 elements, first on ranks 0, 2")
+
+
+def test_ranks_with_other_experts_may_draw_anything_for_one_activation():
+    found = verdict(FOLLOW, redrawn(healthy(mesh={"ep": 2}), [1], state="one number later"))
+    assert (found.status, found.findings) == ("skipped", ())
+
+
+def test_ranks_that_are_declared_to_have_the_same_rows_are_not_one_computation():
+    evidence = redrawn(healthy(), [1], operand="rows of slice 0")
+    steps = tuple(replace(step, data_parallel=(0, 1)) for step in evidence.training_mode or ())
+    found = verdict(FOLLOW, replace(evidence, training_mode=steps))
+    assert (found.status, found.findings) == ("skipped", ())
+
+
+@pytest.mark.parametrize("operand", ["", "a weight that all ranks hold"])
+def test_numbers_that_are_not_for_rows(operand):
+    """A module that is skipped at random has to be skipped on all ranks, whose collectives pair up."""
+    found = verdict(FOLLOW, redrawn(healthy(), operand=operand, **ONE_SEED))
+    assert (found.status, found.findings) == ("skipped", ())
+
+
+def test_how_training_seeds_may_be_unknown():
+    found = verdict(FOLLOW, redrawn(healthy(), **UNSEEDED))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason.startswith("how training seeds the ranks is unknown")
+    assert "torch.manual_seed(seed + <index of the data-parallel slice>)" in found.reason
+
+
+def test_a_seed_of_building_the_reference_says_nothing_about_training():
+    evidence = redrawn(with_reference(healthy(), seed=42), **ONE_SEED)
+    assert verdict(FOLLOW, evidence).status == "skipped"
+    assert verdict(FOLLOW, undeclared(evidence, "reference", why="none")).status == "failed"
+    own = redrawn(evidence, generator=OWN_GENERATOR)
+    assert verdict(FOLLOW, own).status == "failed"
+
+
+def test_tensor_parallel_ranks_are_judged_without_a_seed():
+    evidence = redrawn(healthy(mesh=MIXED), **UNSEEDED)
+    found = verdict(FOLLOW, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert verdict(FOLLOW, redrawn(evidence, [1], state="one number later")).status == "failed"
+
+
+def test_dtensor_ignores_the_mesh_on_the_cpu_only():
+    evidence = redrawn(healthy(), by_dtensor=True, **ONE_SEED)
+    assert verdict(FOLLOW, evidence).status == "skipped"
+    assert verdict(FOLLOW, redrawn(evidence, generator="cuda")).status == "failed"
+
+
+@pytest.mark.parametrize("id", [FOLLOW, RESUME])
+def test_nothing_to_judge(id):
+    evidence = with_random_state(healthy())
+    steps = tuple(replace(step, draws=()) for step in evidence.training_mode or ())
+    none = verdict(id, replace(evidence, training_mode=steps))
+    assert (none.status, none.reason) == ("skipped", "the model draws no random numbers in training mode")
+    hidden = verdict(id, replace(evidence, training_mode=tuple(replace(step, hidden=True) for step in steps)))
+    assert hidden.reason.startswith("no operator draws random numbers in training mode, but a generator changes")
+
+
+def test_a_meta_parameter_explains_a_step_that_fails():
+    evidence = undeclared(healthy(), "training_mode", why="rank 0 raised", error=True)
+    assert verdict(FOLLOW, evidence).status == "error"
+    found = verdict(FOLLOW, change(evidence, HEAD, device="meta", storage=None, digest=None))
+    assert (found.status, found.why) == ("skipped", "depends on a failed check")
+
+
+@pytest.mark.parametrize(
+    ("after", "seed", "actual"),
+    [
+        ("state of rank 0", 0, "the random state of rank 0 (generator of the CPU) after resuming"),
+        ("loaded on rank 1", 1, "the random state (generator of the CPU) is not restored: resume() does not change it"),
+        ("advanced", 1, "another random state (generator of the CPU) after resuming"),
+    ],
+)
+def test_a_random_state_that_is_not_the_ranks_own(after, seed, actual):
+    found = verdict(RESUME, with_random_state(healthy(), [1], after=after, seed=seed))
+    [finding] = found.findings
+    assert (finding.tensor, finding.ranks, finding.actual) == (None, (1,), actual)
+    assert finding.expected == "the one that the rank had when it saved"
+
+
+def test_save_may_draw_before_or_after_it_takes_the_state():
+    evidence = with_random_state(healthy())
+    drawing = tuple(
+        replace(rank, generators={"cpu": replace(rank.generators["cpu"], after="drawn by save()")})
+        for rank in evidence.continued or ()
+    )
+    assert verdict(RESUME, replace(evidence, continued=drawing)).status == "passed"
+    resumed = with_random_state(healthy(), after="drawn by save()").resumed
+    assert verdict(RESUME, replace(evidence, continued=drawing, resumed=resumed)).status == "passed"
+
+
+def test_resume_may_seed_with_another_seed():
+    found = verdict(RESUME, with_random_state(healthy(), after="seeded with 1007", seed=1007))
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == "resume() seeds the generators with other seeds instead of restoring their states"
+
+
+def test_only_generators_that_the_model_draws_from_are_judged():
+    lost = with_random_state(healthy(), after="loaded on rank 0")
+    found = verdict(RESUME, redrawn(lost, generator=OWN_GENERATOR))
+    assert found.reason == "the model draws from a generator of its own, whose state only the model knows"
+    both = replace(
+        lost,
+        continued=tuple(replace(r, generators={**r.generators, "cuda": good}) for r, good in _with_cuda(lost)),
+        resumed=tuple(
+            replace(r, generators={**r.generators, "cuda": good})
+            for r, (_, good) in zip(lost.resumed or (), _with_cuda(lost), strict=True)
+        ),
+    )
+    assert verdict(RESUME, redrawn(both, generator="cuda")).status == "passed"
+    assert verdict(RESUME, both).status == "failed"
+
+
+def _with_cuda(evidence):
+    return [(rank, rank.generators["cpu"]) for rank in evidence.continued or ()]
+
+
+def test_a_save_that_is_not_declared():
+    assert verdict(RESUME, healthy()).why == "not declared"
+
+
+def test_a_loss_that_differs_because_a_module_draws_in_evaluation_mode():
+    evidence = on_runs(healthy(), None, losses=(3.0, 1.5, 1.25), draws_in_evaluation=("layers.0.drop", "last"))
+    [finding] = verdict("loss_parity", evidence).findings
+    assert finding.cause.startswith("random numbers are drawn in evaluation mode (in layers.0.drop and 1 more)")
+    later = on_runs(healthy(), None, losses=(2.0, 1.5, 1.0), draws_in_evaluation=("layers.0.drop",))
+    [finding] = verdict("loss_parity", later).findings
+    assert "evaluation mode" not in finding.cause

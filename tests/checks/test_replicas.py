@@ -1,0 +1,252 @@
+"""replicas_equal on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Measure
+from tests.checks.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    MIDDLE,
+    ROTARY,
+    change,
+    declare,
+    differ,
+    drop,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    left_out,
+    place,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+REPLICAS = "replicas_equal"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+ONE_OF_12 = "1 of 12 elements of rank 3's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+NOT_GIVEN = "these ranks did not receive the value that the others have, or replicas diverged after loading"
+ZEROS = (
+    "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
+    "was not loaded after that"
+)
+ODD_SHARDS = "these ranks read the slice of another rank, or only the first replica received the weight"
+IN_PART = (
+    "most elements on these ranks are correct, or nearly: replicas diverged after loading (a part was overwritten, or "
+    "updated on some ranks only), or were computed or rounded differently"
+)
+NONE_RIGHT = (
+    "each rank initialised or computed it by itself, none as in the reference: it was not loaded or not recomputed, "
+    "and depends on a seed or on the rank"
+)
+
+
+def alone(evidence):
+    """Remove the reference and what depends on it."""
+    return undeclared(evidence, "reference", "values", "verifier", "training", why="not declared")
+
+
+def altered(evidence, name, ranks, bits="other bits"):
+    return change(evidence, name, ranks, digest=bits)
+
+
+def test_shards_are_not_replicas():
+    assert verdict(REPLICAS, alone(altered(healthy(4), MIDDLE, [1]))).status == "passed"
+
+
+def test_a_replica_that_differs_without_a_reference():
+    found = verdict(REPLICAS, alone(altered(healthy(mesh=HSDP), MIDDLE, [3])))
+    assert findings_of(found) == [
+        (MIDDLE, (3,), "bits that differ from those of rank 1, which holds the same elements", "", "")
+    ]
+    assert found.findings[0].cause == (
+        "each rank initialised or computed it by itself, from a seed or a value that depends on the rank; or only some "
+        "ranks received it, or received another part of it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("differing", "lengths", "cause"),
+    [
+        (1, None, IN_PART),
+        (12, (5.0, 5.0, 0.1), IN_PART),
+        (12, (5.0, 5.1, 7.0), ODD_SHARDS),
+        (12, (0.0, 5.0, 5.0), ZEROS),
+    ],
+)
+def test_the_values_of_a_differing_replica_determine_the_cause(differing, lengths, cause):
+    measure = lengths and Measure(*lengths, dot=0.0, elements=12)
+    evidence = differ(altered(healthy(mesh=HSDP), MIDDLE, [3]), MIDDLE, [3], differing=differing, measure=measure)
+    found = verdict(REPLICAS, evidence)
+    assert [(f.ranks, f.cause) for f in found.findings] == [((3,), cause)]
+
+
+def test_a_norm_that_was_not_loaded_may_be_close_to_the_reference():
+    evidence = place(healthy(), MIDDLE, {}, shape=(12,))
+    evidence = declare(altered(evidence, MIDDLE, [1]), unsharded=(MIDDLE,))
+    near = Measure(5.0, 5.1, 0.1, dot=0.0, elements=12)
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1], differing=12, elements=12, index=(0,), measure=near))
+    assert [(f.ranks, f.cause) for f in found.findings] == [((1,), NOT_GIVEN)]
+
+
+def test_replicas_of_zeros_are_findings_of_their_own():
+    evidence = altered(altered(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "random")
+    evidence = differ(evidence, ROTARY, [1], measure=Measure(0.0, 5.0, 5.0, 0.0, 2), differing=2)
+    found = verdict(REPLICAS, differ(evidence, ROTARY, [2], differing=2))
+    actual = "bits that differ from those of ranks 0, 3, which hold the same elements and equal the reference"
+    assert [(f.ranks, f.actual, f.cause) for f in found.findings] == [
+        ((2,), actual, NOT_GIVEN),
+        ((1,), actual, ZEROS),
+    ]
+
+
+def test_one_of_several_replicas_without_a_reference():
+    evidence = alone(altered(healthy(mesh={"dp_replicate": 3, "dp_shard": 1}), MIDDLE, [2]))
+    assert [(f.ranks, f.cause) for f in verdict(REPLICAS, evidence).findings] == [
+        ((2,), "these ranks read the slice of another rank, or only the first replica received the weight")
+    ]
+
+
+def test_a_buffer_that_differs_on_one_rank():
+    found = verdict(REPLICAS, alone(altered(healthy(4), ROTARY, [2])))
+    assert findings_of(found) == [
+        (ROTARY, (2,), "bits that differ from those of ranks 0, 1, 3, which hold the same elements", "", "")
+    ]
+    assert (found.findings[0].cause, found.findings[0].remedy) == (
+        NOT_GIVEN,
+        "load or compute it alike on every rank, or broadcast it after loading",
+    )
+
+
+def test_the_rank_that_equals_the_reference_is_right():
+    evidence = altered(healthy(mesh=HSDP), MIDDLE, [3])
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [3]))
+    actual = "bits that differ from those of rank 1, which holds the same elements and equals the reference"
+    assert findings_of(found) == [(MIDDLE, (3,), actual, "", ONE_OF_12)]
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1]))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), actual.replace("rank 1", "rank 3"))]
+
+
+def test_the_ranks_that_equal_the_reference_are_right_though_few():
+    evidence = altered(healthy(4), ROTARY, [3])
+    found = verdict(REPLICAS, differ(evidence, ROTARY, [0, 1, 2]))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((0, 1, 2), "bits that differ from those of rank 3, which holds the same elements and equals the reference")
+    ]
+
+
+def test_several_shards_of_one_replica_are_one_finding():
+    evidence = altered(altered(healthy(mesh=HSDP), MIDDLE, [2]), MIDDLE, [3], "more")
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [2, 3]))
+    actual = "bits that differ from those of ranks 0, 1, which hold the same elements and equal the reference"
+    assert [(f.ranks, f.actual) for f in found.findings] == [((2, 3), actual)]
+    # If no replica of a shard equals the reference, the finding does not mention it.
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1, 2, 3]))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((2,), "bits that differ from those of rank 0, which holds the same elements and equals the reference"),
+        ((3,), "bits that differ from those of rank 1, which holds the same elements"),
+    ]
+
+
+def test_each_rank_has_other_values_and_none_is_right():
+    evidence = healthy(4)
+    for rank in range(4):
+        evidence = altered(evidence, ROTARY, [rank], f"random on {rank}")
+    found = verdict(REPLICAS, differ(evidence, ROTARY))
+    assert findings_of(found) == [
+        (ROTARY, (1, 2, 3), "bits that differ from those of rank 0, which holds the same elements", "", "")
+    ]
+    assert found.findings[0].cause == NONE_RIGHT
+
+
+def test_the_same_numbers_in_other_bits():
+    # 0.0 and -0.0, or two NaNs, are equal in computations.
+    evidence = altered(healthy(), ROTARY, [1])
+    assert verdict(REPLICAS, evidence).status == "passed"
+    assert verdict(REPLICAS, alone(evidence)).status == "failed"
+
+
+def test_frozen_replicas_are_compared_with_the_verifier():
+    evidence = altered(healthy(mesh=HSDP), FROZEN, [2])
+    found = verdict(REPLICAS, differ(evidence, FROZEN, [2], observed="verifier"))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((2,), "bits that differ from those of rank 0, which holds the same elements and equals the verifier")
+    ]
+
+
+def test_a_non_persistent_buffer_beside_a_checkpoint_has_no_reference():
+    found = verdict(REPLICAS, altered(from_checkpoint(healthy()), ROTARY, [1]))
+    assert findings_of(found) == [
+        (ROTARY, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
+    ]
+
+
+@pytest.mark.parametrize("dims", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
+def test_a_plain_tensor_may_be_a_part_along_a_dimension_that_splits_the_model(dims):
+    evidence = altered(place(healthy(mesh=dims), MIDDLE, {}), MIDDLE, [1])
+    assert verdict(REPLICAS, alone(evidence)).status == "passed"
+    # A tensor as large as in the reference is not a part.
+    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1]))
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(MIDDLE, (1,))]
+
+
+def test_meshes_of_the_loader_define_what_splits_the_model():
+    # The marker gave a world of 4 without names; the loader created a tensor-parallel mesh.
+    evidence = place(alone(healthy(mesh={"dp_replicate": 2, "tp": 2})), MIDDLE, {})
+    evidence = altered(replace(evidence, world=healthy(4).world), MIDDLE, [1, 3])
+    evidence = declare(evidence, unsharded=(MIDDLE,))
+    assert verdict(REPLICAS, evidence).status == "passed"
+    found = verdict(REPLICAS, altered(evidence, MIDDLE, [2], "others"))
+    assert findings_of(found) == [
+        (MIDDLE, (2,), "bits that differ from those of rank 0, which holds the same elements", "", "")
+    ]
+
+
+def test_replicated_over_tensor_parallelism_is_replicated():
+    evidence = altered(alone(place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")), MIDDLE, [1])
+    assert findings_of(verdict(REPLICAS, evidence)) == [
+        (MIDDLE, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
+    ]
+
+
+def test_partial_tensors_may_differ():
+    evidence = place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "P(sum)")
+    assert verdict(REPLICAS, alone(altered(evidence, MIDDLE, [1]))).status == "passed"
+
+
+def test_a_tensor_that_the_reference_randomises_is_not_judged():
+    found = verdict(REPLICAS, with_reference(altered(healthy(), ROTARY, [1]), unstable=(ROTARY,)))
+    assert (found.status, found.reason) == (
+        *("skipped",),
+        "rotary.inv_freq differs each time the reference is built, so its replicas may differ too",
+    )
+    assert verdict(REPLICAS, with_reference(healthy(), unstable=(ROTARY,))).status == "passed"
+
+
+def test_what_cannot_be_read_is_named():
+    evidence = change(healthy(), COUNTER, [1], digest=None, unreadable="RuntimeError: packed")
+    found = verdict(REPLICAS, evidence)
+    assert (found.status, found.reason) == (
+        *("skipped",),
+        "passed for what could be checked; torch cannot read counter (RuntimeError: packed)",
+    )
+    assert verdict(REPLICAS, alone(altered(evidence, ROTARY, [1], "x"))).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by", "name"),
+    [
+        (change(healthy(), ROTARY, [1], nan=1, poisoned=2, digest="poison"), "no_uninitialized_memory", ROTARY),
+        (drop(healthy(), ROTARY, [1]), "same_manifest_on_every_rank", ROTARY),
+        (change(place(healthy(), EMBEDDING, {}), EMBEDDING, [1], digest="x"), "nothing_left_unsharded", EMBEDDING),
+        (change(healthy(), MIDDLE, local_shape=(9, 4)), "shards_tile_the_tensor", MIDDLE),
+    ],
+)
+def test_tensors_that_already_failed_are_not_judged_again(evidence, by, name):
+    found = verdict(REPLICAS, alone(evidence))
+    assert (found.status, found.reason) == ("skipped", left_out(by, name))

@@ -1,0 +1,611 @@
+"""dtensor_placements, nothing_left_unsharded and unsharded_modules_stay_whole on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import splits_experts, splits_model
+from tests.checks.evidence_factory import (
+    EMBEDDING,
+    FROZEN,
+    HEAD,
+    MIDDLE,
+    add,
+    change,
+    change_reference,
+    declare,
+    drop,
+    findings_of,
+    healthy,
+    left_out,
+    parameter,
+    place,
+    undeclared,
+    verdict,
+)
+
+PLACEMENTS = "dtensor_placements"
+LEFT, STAYS = "nothing_left_unsharded", "unsharded_modules_stay_whole"
+PLAIN = "a plain tensor, whole on every rank"
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+TWO_D = {"dp_shard": 2, "tp": 2}
+
+
+def whole(evidence, *names):
+    """Judge by nothing_left_unsharded, and assert that dtensor_placements leaves these tensors out."""
+    found, later = verdict(LEFT, evidence), verdict(PLACEMENTS, evidence)
+    assert (later.status, later.unjudged) == ("skipped", {LEFT: names or tuple(f.tensor for f in found.findings)})
+    return found
+
+
+def test_no_reference_is_needed():
+    evidence = undeclared(healthy(), "reference", "values", "verifier", "training", why="not declared")
+    assert whole(place(evidence, MIDDLE, {})).status == "failed"
+    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
+
+
+def test_a_plain_parameter():
+    found = whole(place(healthy(), MIDDLE, {}))
+    assert findings_of(found) == [(MIDDLE, (0, 1), PLAIN, "sharded over dp_shard=2", "")]
+    assert found.findings[0].remedy == (
+        "shard it, or declare the intent with Subject(unsharded=...) or Subject(placements=...)"
+    )
+
+
+def test_a_plain_parameter_on_one_rank():
+    evidence = change(healthy(4), MIDDLE, [2], placements=None, mesh=None)
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (2,), "a plain tensor, not a DTensor", "sharded over dp_shard=4", "")
+    ]
+
+
+def test_a_model_without_any_sharding():
+    evidence = healthy(mesh=HSDP)
+    names = [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]
+    for name in names:
+        evidence = place(evidence, name, {})
+    found = whole(evidence)
+    assert [finding.tensor for finding in found.findings] == names
+    assert {finding.expected for finding in found.findings} == {"sharded over dp_shard=2"}
+
+
+def passed(evidence):
+    return [verdict(id, evidence).status for id in (PLACEMENTS, LEFT)] == ["passed", "passed"]
+
+
+def test_a_single_rank_may_have_plain_parameters():
+    assert passed(place(healthy(1), MIDDLE, {}))
+
+
+def test_a_scalar_cannot_be_sharded():
+    assert passed(place(healthy(), MIDDLE, {}, shape=()))
+    assert passed(place(healthy(), MIDDLE, {"dp_shard": 2}, "R", shape=()))
+
+
+def test_a_tensor_without_elements_need_not_be_sharded():
+    assert passed(place(healthy(), MIDDLE, {}, shape=(0, 4)))
+    assert whole(place(healthy(), MIDDLE, {}, shape=(1,))).status == "failed"
+
+
+def test_a_frozen_parameter_must_be_sharded_too():
+    assert [finding.tensor for finding in whole(place(healthy(), FROZEN, {})).findings] == [FROZEN]
+
+
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"ddp": 2}, {"tp": 2}, {"pp": 2}])
+def test_without_a_sharding_dimension_all_may_be_whole(mesh):
+    evidence = healthy(mesh=mesh)
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = place(evidence, tensor.name, {})
+    assert passed(evidence)
+
+
+def test_ddp_replicates_on_purpose():
+    evidence = healthy()
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = change(place(evidence, tensor.name, {}), tensor.name, ddp=True)
+    found = verdict(LEFT, evidence)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "DistributedDataParallel keeps embed.weight and 3 more whole on purpose; name the mesh dimension dp_replicate "
+        "to declare it",
+    )
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert verdict(LEFT, replace(evidence, world=replace(evidence.world, mesh=(("dp_replicate", 2),)))).reason == ""
+
+
+def test_a_parameter_outside_ddp_is_still_reported():
+    evidence = change(place(place(healthy(), MIDDLE, {}), EMBEDDING, {}), EMBEDDING, ddp=True)
+    found = whole(evidence, MIDDLE)
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [MIDDLE])
+    assert found.reason.startswith("DistributedDataParallel keeps embed.weight whole")
+
+
+def test_tensor_parallel_in_ddp_passes():
+    evidence = change(place(healthy(mesh=TWO_D), MIDDLE, {"tp": 2}, "S(0)"), MIDDLE, ddp=True)
+    assert passed(evidence)
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (1, 2), (0, 2), (3,)])
+def test_uneven_and_empty_shards_pass(shape):
+    evidence = place(healthy(4), MIDDLE, {"dp_shard": 4}, "S(0)", shape=shape)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_shard_on_any_dim_passes_unless_declared():
+    evidence = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(1)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "actual", "expected"),
+    [
+        ({"dp_shard": 4}, ("R",), "R on mesh dp_shard=4", "sharded over dp_shard=4"),
+        (HSDP, ("R", "R"), "(R, R) on mesh dp_replicate=2 x dp_shard=2", "sharded over dp_shard=2"),
+        ({None: 4}, ("R",), "R on mesh unnamed=4", "sharded over the mesh"),
+    ],
+)
+def test_replicated_over_a_sharding_dimension(mesh, placements, actual, expected):
+    found = whole(place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements))
+    assert findings_of(found) == [(MIDDLE, (0, 1, 2, 3), actual, found.findings[0].expected, "")]
+    assert found.findings[0].expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "actual", "expected"),
+    [
+        ({"dp_shard": 4}, ("P(sum)",), "P(sum) on mesh dp_shard=4", "sharded over dp_shard=4"),
+        (HSDP, ("S(0)", "S(0)"), "(S(0), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_replicate=2"),
+        (HSDP, ("P(sum)", "S(0)"), "(P(sum), S(0)) on mesh dp_replicate=2 x dp_shard=2", "replicated over dp_"),
+        (TWO_D, ("R", "S(0)"), "(R, S(0)) on mesh dp_shard=2 x tp=2", "sharded over dp_shard=2"),
+    ],
+)
+def test_placements_that_are_wrong_by_default(mesh, placements, actual, expected):
+    evidence = place(healthy(mesh={"dp_shard": 4}), MIDDLE, mesh, *placements)
+    found = verdict(PLACEMENTS, evidence).findings[0]
+    assert (found.tensor, found.ranks, found.actual) == (MIDDLE, (0, 1, 2, 3), actual)
+    assert found.expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        (TWO_D, ("S(0)", "R")),
+        (TWO_D, ("S(0)", "S(1)")),
+        (TWO_D, ("_S(0, 2)", "S(0)")),
+        ({"dp_shard": 2, "tp": 2, "cp": 1}, ("S(0)", "S(1)", "R")),
+        ({"dp_shard": 1, "tp": 4}, ("R", "S(0)")),
+        ({"dp_replicate": 4, "dp_shard": 1}, ("R", "R")),
+    ],
+)
+def test_tensor_parallel_dimensions_and_those_of_size_one_allow_any_placement(mesh, placements):
+    evidence = place(healthy(mesh=mesh), MIDDLE, mesh, *placements)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_the_mesh_of_the_loader_takes_precedence_over_that_of_the_world():
+    # The marker gave a world of 4; the loader created a hybrid-sharding mesh.
+    evidence = replace(healthy(mesh=HSDP), world=healthy(4).world)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert findings_of(whole(place(evidence, MIDDLE, {}))) == [
+        (MIDDLE, (0, 1, 2, 3), PLAIN, "sharded over dp_shard=2", "")
+    ]
+
+
+def test_an_unnamed_mesh_of_two_dimensions_is_hybrid_sharding():
+    evidence = healthy(4)
+    for name in [tensor.name for tensor in evidence.inventory[0].tensors if tensor.kind == "parameter"]:
+        evidence = change(evidence, name, placements=("R", "S(0)"))
+        for rank in range(4):
+            mesh = replace(evidence.inventory[0].by_name[MIDDLE].mesh, dims=(None, None), shape=(2, 2))
+            evidence = change(evidence, name, [rank], mesh=replace(mesh, coordinate=divmod(rank, 2)))
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    found = verdict(PLACEMENTS, change(evidence, MIDDLE, placements=("S(0)", "R")))
+    assert findings_of(found) == [
+        (
+            *(MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh unnamed=2 x unnamed=2"),
+            *("replicated over the first mesh dimension=2", ""),
+        )
+    ]
+
+
+def all_on(evidence, mesh, *placements):
+    """Place every parameter on this mesh."""
+    for tensor in evidence.inventory[0].tensors:
+        if tensor.kind == "parameter":
+            evidence = place(evidence, tensor.name, mesh, *placements, shape=tensor.shape)
+    return evidence
+
+
+REPLICAS = "replicated over dp_replicate=2 as well (by fully_shard(mesh=...))"
+
+
+def test_one_parameter_on_the_submesh_is_not_replicated():
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)")
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "")
+    ]
+
+
+def test_a_model_on_the_submesh_is_not_replicated():
+    evidence = all_on(healthy(mesh=HSDP), {"dp_shard": 2}, "S(0)")
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (name, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", REPLICAS, "") for name in (EMBEDDING, MIDDLE, FROZEN, HEAD)
+    ]
+
+
+def test_a_frozen_parameter_needs_no_reduction_over_replicas():
+    evidence = change(place(healthy(mesh=HSDP), MIDDLE, {"dp_shard": 2}, "S(0)"), MIDDLE, requires_grad=False)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_model_with_tensor_parallelism_on_the_submesh_is_not_replicated():
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    evidence = all_on(healthy(mesh=mesh), {"dp_shard": 2, "tp": 2}, "S(0)", "S(1)")
+    assert {(finding.actual, finding.expected) for finding in verdict(PLACEMENTS, evidence).findings} == {
+        ("(S(0), S(1)) on mesh dp_shard=2 x tp=2", REPLICAS)
+    }
+    evidence = all_on(healthy(mesh=mesh), mesh, "R", "S(0)", "S(1)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_submesh_passes_if_no_dimension_replicates():
+    evidence = all_on(healthy(mesh={"dp_replicate": 1, "dp_shard": 4}), {"dp_shard": 4}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_tensor_parallel_alone_may_be_replicated_by_ddp():
+    mesh = {"dp_replicate": 2, "tp": 2}
+    evidence = all_on(healthy(mesh=mesh), {"tp": 2}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "R")).status == "passed"
+    # If it also shards over a dimension of its own, FSDP2 is used and does not reduce over dp_replicate.
+    evidence = all_on(healthy(mesh=mesh), {"fsdp": 1, "tp": 2}, "S(0)", "S(0)")
+    assert {finding.expected for finding in verdict(PLACEMENTS, evidence).findings} == {REPLICAS}
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh", "placements"),
+    [
+        (HSDP, {"dp_replicate": 2, "fsdp": 2}, ("R", "S(0)")),
+        ({"dp_shard": 4}, {"fsdp": 4}, ("S(0)",)),
+        ({"dp_shard": 4}, {"dp_replicate": 2, "fsdp": 2}, ("R", "S(0)")),
+        (HSDP, {"dp": 4}, ("S(0)",)),
+        (HSDP, {"ddp": 2, "fsdp": 2}, ("R", "S(0)")),
+        ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, ("S(0)",)),
+        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard_cp": 4}, ("R", "S(0)")),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp": 4, "tp": 2}, ("S(0)", "S(1)")),
+    ],
+)
+def test_a_loader_may_use_any_names_for_dimensions(world, mesh, placements):
+    evidence = all_on(healthy(mesh=world), mesh, *placements)
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+    # A replicated parameter is still found.
+    evidence = place(evidence, MIDDLE, mesh, *("R" for _ in mesh))
+    assert [finding.tensor for finding in whole(evidence).findings] == [MIDDLE]
+
+
+def test_a_flattened_mesh_covers_all_dimensions():
+    assert verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, {"dp": 4}, "S(0)")).status == "passed"
+
+
+def test_tensor_parallel_alone_misses_the_sharding_dimension():
+    found = verdict(PLACEMENTS, all_on(healthy(mesh=TWO_D), {"tp": 2}, "S(0)"))
+    assert len(found.findings) == 4
+    assert {(finding.actual, finding.expected) for finding in found.findings} == {
+        ("S(0) on mesh tp=2", "sharded over dp_shard=2 as well")
+    }
+
+
+def test_tensor_parallel_alone_passes_if_no_dimension_shards():
+    evidence = all_on(healthy(2), {"tp": 2}, "S(0)")
+    evidence = replace(evidence, world=replace(evidence.world, mesh=(("tp", 2),)))
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, {})).status == "passed"
+    # A mesh of the loader that spans the world replaces the marker's.
+    evidence = replace(evidence, world=replace(evidence.world, mesh=(("dp_shard", 2),)))
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_one_parameter_that_is_only_tensor_parallel():
+    evidence = healthy(mesh=TWO_D)
+    assert findings_of(verdict(PLACEMENTS, place(evidence, MIDDLE, {"tp": 2}, "S(0)"))) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh tp=2", "sharded over dp_shard=2 as well", "")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [({"ep": 2}, ("S(0)",)), ({"ep": 4}, ("S(0)",)), ({"dp_shard_mod_ep": 2, "ep": 2}, ("S(1)", "S(0)"))],
+)
+def test_experts_may_have_their_own_mesh(mesh, placements):
+    for world in ({"dp_shard": 4}, HSDP):
+        assert verdict(PLACEMENTS, place(healthy(mesh=world), MIDDLE, mesh, *placements)).status == "passed"
+
+
+def test_the_mesh_of_experts_applies_to_experts_only():
+    # Parameters are not on the tensor-parallel dimension; experts use those ranks on their own mesh.
+    evidence = all_on(healthy(mesh={"dp_shard": 4, "tp": 2}), {"dp_shard": 4}, "S(0)")
+    experts = {"dp_shard_mod_ep": 2, "ep": 4}
+    assert verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "S(1)", "S(0)")).status == "passed"
+    found = verdict(PLACEMENTS, place(evidence, MIDDLE, experts, "R", "S(0)"))
+    assert findings_of(found) == [
+        (
+            *(MIDDLE, tuple(range(8)), "(R, S(0)) on mesh dp_shard_mod_ep=2 x ep=4"),
+            *("sharded over dp_shard_mod_ep=2", ""),
+        )
+    ]
+
+
+@pytest.mark.parametrize("assign_devices", [(), ("R",)])
+def test_declared_unsharded_is_whole_plain_or_replicated(assign_devices):
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *assign_devices), unsharded=(MIDDLE,))
+    assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT, STAYS)] == ["passed"] * 3
+
+
+def test_declared_unsharded_that_is_sharded():
+    evidence = declare(healthy(), unsharded=(MIDDLE,))
+    found = verdict(STAYS, evidence)
+    assert findings_of(found) == [(MIDDLE, (0, 1), "S(0) on mesh dp_shard=2", "whole on every rank, as declared", "")]
+    assert found.findings[0].cause == (
+        "the parameter is declared unsharded but was passed to fully_shard() or parallelize_module()"
+    )
+    assert verdict(PLACEMENTS, evidence).unjudged == {STAYS: (MIDDLE,)}
+    assert verdict(LEFT, evidence).status == "passed"
+
+
+def test_declared_unsharded_that_one_rank_shards():
+    evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
+    shard = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
+    facts = {key: getattr(shard, key) for key in ("placements", "mesh", "regions", "local_shape")}
+    assert findings_of(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
+        (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
+    ]
+
+
+def test_a_partial_tensor_is_not_whole():
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, "P(sum)"), unsharded=(MIDDLE,))
+    assert [finding.actual for finding in verdict(STAYS, evidence).findings] == ["P(sum) on mesh dp_shard=2"]
+
+
+def test_a_shard_of_one_is_whole():
+    assert verdict(STAYS, declare(healthy(1), unsharded=(MIDDLE,))).status == "passed"
+
+
+def test_a_sharded_parameter_that_lost_its_attribute_is_found_twice():
+    evidence = declare(healthy(), unsharded=(MIDDLE,), kept_attributes=("_fsdp_no_shard",))
+    evidence = change_reference(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})
+    assert findings_of(verdict("parameter_attributes_kept", evidence)) == [
+        (
+            *(MIDDLE, (0, 1), "without the attribute _fsdp_no_shard"),
+            *("_fsdp_no_shard=True, as in the reference", ""),
+        )
+    ]
+    [sharded] = verdict(STAYS, evidence).findings
+    assert (sharded.tensor, sharded.expected) == (MIDDLE, "whole on every rank, as declared")
+    assert sharded.cause.startswith("it lost the attribute _fsdp_no_shard, which may be what the loader reads")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "actual", "declared", "status"),
+    [
+        ({"dp_shard": 4}, ("S(0)",), ("S(0)",), "passed"),
+        ({"dp_shard": 4}, ("S(0)",), ("S(1)",), "failed"),
+        ({"dp_shard": 4}, ("R",), ("R",), "passed"),
+        ({"dp_shard": 4}, ("S(0)",), ("R", "S(0)"), "failed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("S(0)", "S(0)"), "passed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("_S(0, 2)", "S(0)"), "passed"),
+        (TWO_D, ("_S(0, 2)", "S(0)"), ("S(1)", "S(0)"), "failed"),
+        (TWO_D, ("_S(1, 2)", "S(1)"), ("_S(1, 4)", "S(1)"), "failed"),
+        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "failed"),
+    ],
+)
+def test_declared_placements(mesh, actual, declared, status):
+    evidence = declare(place(healthy(mesh=mesh), MIDDLE, mesh, *actual), placements={MIDDLE: declared})
+    assert verdict(PLACEMENTS, evidence).status == status
+
+
+def test_a_finding_shows_declared_and_actual_placements():
+    evidence = declare(place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "S(0)", "R"), placements={MIDDLE: ("S(0)", "S(1)")})
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "(S(0), R) on mesh dp_shard=2 x tp=2", "(S(0), S(1)), as declared", "")
+    ]
+    evidence = declare(place(healthy(), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [(MIDDLE, (0, 1), PLAIN, "S(0), as declared", "")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "actual", "declared", "remedy"),
+    [
+        ({"dp_shard": 2}, ("S(0)",), ("R",), "keep it whole: exclude it from fully_shard() (ignored_params) or "),
+        (TWO_D, ("S(0)", "S(1)"), ("R", "R"), "keep it whole: "),
+        (TWO_D, ("S(0)", "R"), ("R", "R"), "keep it whole: "),
+        (HSDP, ("S(0)", "S(0)"), ("R", "S(0)"), "pass fully_shard() a mesh of two dimensions, the first of which "),
+        (
+            {"dp_shard": 2},
+            ("S(0)",),
+            ("S(1)",),
+            "shard it on the declared dim (shard_placement_fn of fully_shard(), or the plan)",
+        ),
+        ({"dp_shard": 2}, ("R",), ("S(0)",), "shard it, "),
+        (TWO_D, ("S(0)", "S(0)"), ("_S(0, 2)", "S(0)"), "shard it, "),
+        ({"dp_shard": 2}, ("P(sum)",), ("R",), "shard it, "),
+        ({"dp_shard": 2}, ("S(0)",), ("S(0)", "S(1)"), "add its module to the plan, or declare one placement per "),
+        (TWO_D, ("S(0)", "S(1)"), ("S(0)",), "declare one placement per mesh dimension, in order"),
+        ({"dp_shard": 2}, (), ("S(0)",), "shard it, "),
+        ({"dp_shard": 2}, (), ("R",), "declare Subject(unsharded=...) instead of Subject(placements=...)"),
+    ],
+)
+def test_the_remedy_depends_on_the_placements(mesh, actual, declared, remedy):
+    on = mesh if actual else {}
+    evidence = declare(place(healthy(mesh=mesh), MIDDLE, on, *actual), placements={MIDDLE: declared})
+    (finding,) = verdict(PLACEMENTS, evidence).findings
+    assert finding.remedy.startswith(remedy)
+
+
+def test_the_remedy_for_a_sharded_replica_is_not_to_shard_it():
+    (finding,) = verdict(PLACEMENTS, place(healthy(mesh=HSDP), MIDDLE, HSDP, "S(0)", "S(0)")).findings
+    assert finding.expected == "replicated over dp_replicate=2"
+    assert finding.remedy.startswith("pass fully_shard() a mesh of two dimensions")
+
+
+def test_a_single_rank_may_have_a_plain_tensor_declared_sharded():
+    evidence = declare(place(healthy(1), MIDDLE, {}), placements={MIDDLE: ("S(0)",)})
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_unsharded_takes_precedence_over_placements():
+    evidence = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,), placements={MIDDLE: ("S(0)",)})
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by", "name"),
+    [
+        (drop(healthy(), MIDDLE, [1]), "same_manifest_on_every_rank", MIDDLE),
+        (add(healthy(), parameter("extra")), "names_match_reference", "extra"),
+        (change(healthy(), EMBEDDING, [1], dtype="float16"), "same_manifest_on_every_rank", EMBEDDING),
+    ],
+)
+def test_tensors_that_already_failed_are_not_judged_again(evidence, by, name):
+    for id in (PLACEMENTS, LEFT):
+        found = verdict(id, evidence)
+        assert (found.status, found.reason) == ("skipped", left_out(by, name))
+
+
+def test_a_rank_outside_the_mesh_has_placements_too():
+    evidence = healthy(4)
+    outside = replace(evidence.inventory[3].by_name[MIDDLE].mesh, coordinate=None)
+    assert verdict(PLACEMENTS, change(evidence, MIDDLE, [3], mesh=outside)).status == "passed"
+
+
+def moved(evidence, ranks, name=MIDDLE, **facts):
+    """Give one parameter other placements or another mesh on these ranks."""
+    mesh = replace(evidence.inventory[0].by_name[name].mesh, **{k: v for k, v in facts.items() if k != "placements"})
+    placements = facts.get("placements", evidence.inventory[0].by_name[name].placements)
+    return change(evidence, name, ranks, mesh=mesh, placements=placements)
+
+
+BRANCHES = (
+    "sharding depends on the rank, or ranks created different meshes",
+    "create one mesh of all ranks, and apply the same sharding plan on each",
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "finding"),
+    [
+        ([3], ((3,), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 0-2")),
+        ([0], ((0,), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 1-3")),
+        ([2, 3], ((2, 3), "S(1) on mesh dp_shard=4", "S(0) on mesh dp_shard=4, as on ranks 0, 1")),
+        ([0, 1], ((2, 3), "S(0) on mesh dp_shard=4", "S(1) on mesh dp_shard=4, as on ranks 0, 1")),
+    ],
+)
+def test_ranks_that_shard_on_different_dims(ranks, finding):
+    found = verdict(PLACEMENTS, moved(healthy(4), ranks, placements=("S(1)",)))
+    assert findings_of(found) == [(MIDDLE, *finding, "")]
+    assert (found.findings[0].cause, found.findings[0].remedy) == BRANCHES
+    assert verdict(PLACEMENTS, moved(healthy(4), range(4), placements=("S(1)",))).status == "passed"
+
+
+def test_ranks_on_a_mesh_with_other_names():
+    found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
+    assert findings_of(found) == [
+        (MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")
+    ]
+    assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
+
+
+def test_a_parameter_declared_whole_has_the_same_placements_on_every_rank():
+    evidence = declare(place(healthy(4), MIDDLE, {"dp_shard": 4}, "R"), unsharded=(MIDDLE,))
+    found = verdict(PLACEMENTS, change(evidence, MIDDLE, [2], placements=None, mesh=None))
+    assert findings_of(found) == [
+        (MIDDLE, (2,), "a plain tensor, not a DTensor", "R on mesh dp_shard=4, as on ranks 0, 1, 3", "")
+    ]
+
+
+def test_ranks_are_not_compared_with_ranks_that_are_wrong():
+    # Three ranks did not shard the parameter; the one that did is right.
+    evidence = change(healthy(4), MIDDLE, [0, 1, 2], placements=None, mesh=None)
+    assert [finding.ranks for finding in verdict(PLACEMENTS, evidence).findings] == [(0, 1, 2)]
+
+
+def test_a_mesh_of_one_rank_does_not_shard():
+    for evidence in (
+        place(healthy(), MIDDLE, {"dp_shard": 1}, "S(0)"),
+        all_on(healthy(), {"dp_shard": 1}, "S(0)"),
+    ):
+        found = whole(evidence).findings
+        assert {(f.ranks, f.actual, f.expected) for f in found} == {
+            ((0, 1), "S(0) on mesh dp_shard=1", "sharded over dp_shard=2")
+        }
+        assert MIDDLE in [finding.tensor for finding in found]
+
+
+def test_a_mesh_of_one_rank_under_the_loaders_own_name_does_not_shard():
+    """lightning's ModelParallelStrategy has as many data-parallel ranks as nodes, unless it is told otherwise."""
+    found = whole(all_on(healthy(), {"data_parallel": 1}, "S(0)")).findings
+    assert {(f.ranks, f.actual, f.expected) for f in found} == {
+        ((0, 1), "S(0) on mesh data_parallel=1", "sharded over dp_shard=2")
+    }
+    tensor_parallel = place(all_on(healthy(), {"data_parallel": 1}, "S(0)"), MIDDLE, {"model": 2}, "S(0)")
+    tensor_parallel = place(all_on(healthy(), {"data_parallel": 1}, "S(0)"), MIDDLE, {"model": 2}, "S(0)")
+    assert verdict(LEFT, tensor_parallel).status == "passed", "all ranks are in use"
+
+
+def test_a_dimension_of_half_the_size():
+    evidence = place(healthy(4), MIDDLE, {"dp_shard": 2}, "S(0)")
+    assert findings_of(verdict(PLACEMENTS, evidence)) == [
+        (MIDDLE, (0, 1, 2, 3), "S(0) on mesh dp_shard=2", "sharded over dp_shard=4", "")
+    ]
+    # With a second dimension, the mesh uses all ranks.
+    evidence = place(healthy(4), MIDDLE, {"dp_replicate": 2, "dp_shard": 2}, "R", "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+def test_a_replicating_dimension_that_is_too_small():
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {"dp_replicate": 1, "dp_shard": 2}, "R", "S(0)")
+    assert [finding.expected for finding in verdict(PLACEMENTS, evidence).findings] == [
+        "replicated over dp_replicate=2 (by fully_shard(mesh=...))"
+    ]
+
+
+@pytest.mark.parametrize(
+    "dim", ["tp", "TP", "tensor", "tensor_parallel", "model", "mp", "sp", "context", "pipe", "my_tp"]
+)
+def test_dimensions_that_split_the_model_allow_any_placement(dim):
+    evidence = all_on(healthy(mesh={"dp_shard": 2, dim: 2}), {"dp_shard": 2, dim: 2}, "S(0)", "R")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize("dim", ["ep", "expert", "etp", "moe_ep"])
+def test_expert_dimensions_of_any_name(dim):
+    evidence = place(healthy(mesh=HSDP), MIDDLE, {dim: 2}, "S(0)")
+    assert verdict(PLACEMENTS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("dim", "model", "experts"),
+    [
+        (None, False, False),
+        ("tp", True, False),
+        ("Pipeline", True, False),
+        ("decoder_pp", True, False),
+        ("moe_EP", True, True),
+        ("etp", True, True),
+        ("expert", True, True),
+        ("dp_shard", False, False),
+        ("dp_shard_cp", False, False),  # flattened from the dimensions that split the batch and the sequence
+        ("dp_shard_mod_ep", False, False),
+        ("edp_ep", False, False),
+        ("fsdp", False, False),
+        ("data", False, False),
+        ("_tp", True, False),
+        ("http", False, False),
+        ("step", False, False),
+    ],
+)
+def test_which_dimensions_split_the_model(dim, model, experts):
+    assert (splits_model(dim), splits_experts(dim)) == (model, experts)

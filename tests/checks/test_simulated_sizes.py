@@ -1,0 +1,132 @@
+"""What ranks send in simulated worlds of two sizes: the traffic of groups that grow, and of groups that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.checks.simulation.facts import (
+    BytesOfRanks,
+    ModuleTraffic,
+    RankSize,
+    SimulatedSize,
+    SimulatedStep,
+    Traffic,
+)
+from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, ReferenceFacts, TensorFacts, WorldFacts
+
+MIB = 2**20
+
+
+def size(ranks: int, *traffic: Traffic, problem: str = "") -> SimulatedSize:
+    return SimulatedSize(
+        (("dp_shard", ranks),), (RankSize(0, MIB, 0, SimulatedStep(traffic=traffic, problem=problem)),)
+    )
+
+
+def gathered(ranks: int, nbytes: int, *dims: str) -> Traffic:
+    return Traffic("all_gather", dims, ranks, 1, nbytes)
+
+
+def judged(*sizes: SimulatedSize, id: str = "communication_scales"):
+    world = WorldFacts(sizes[0].size, sizes[0].mesh, "meta", "fake", simulated=(0,))
+    inventory = RankInventory(0, "meta", ())
+    reference = ReferenceFacts("callable", inventory)
+    evidence = Evidence(world, inventory=(inventory,), reference=reference, simulation=sizes)
+    catalogue = built_in()
+    return judge(catalogue[id], evidence, catalogue)
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier"),
+    [
+        # A ring of 64 sends almost twice what one of 2 does.
+        ((gathered(64, 126 * MIB, "dp"),), (gathered(2, 64 * MIB, "dp"),)),
+        # A group of fixed size without a name beside one that grows.
+        ((gathered(64, 126 * MIB), gathered(8, 70 * MIB)), (gathered(2, 64 * MIB), gathered(8, 70 * MIB))),
+        # What only the larger world sends has nothing to be compared with.
+        ((gathered(64, MIB, "dp"),), ()),
+    ],
+)
+def test_a_ring_sends_as_much_in_a_larger_world(later, earlier):
+    assert judged(size(64, *later), size(8, *earlier)).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier", "actual"),
+    [
+        (
+            (gathered(64, 640 * MIB, "dp"),),
+            (gathered(8, 64 * MIB, "dp"),),
+            "640 MiB sent by all_gather over dp in a step of 64 ranks, after 64 MiB in one of 8",
+        ),
+        (
+            (gathered(64, 64 * MIB), gathered(4, 700 * MIB)),
+            (gathered(8, 64 * MIB), gathered(4, 70 * MIB)),
+            "700 MiB sent by all_gather among 4 ranks in a step of 64 ranks, after 70 MiB in one of 8",
+        ),
+    ],
+)
+def test_more_is_found(later, earlier, actual):
+    verdict = judged(size(64, *later), size(8, *earlier))
+    assert [(finding.ranks, finding.actual) for finding in verdict.findings] == [((0,), actual)]
+
+
+def test_the_module_that_sends_most_is_named():
+    parts = (ModuleTraffic("head", 1, 600 * MIB), ModuleTraffic("layers.*", 4, 40 * MIB))
+    later = replace(gathered(64, 640 * MIB, "dp"), modules=parts)
+    [finding] = judged(size(64, later), size(8, gathered(8, 64 * MIB, "dp"))).findings
+    assert finding.actual == (
+        "640 MiB sent by all_gather over dp in a step of 64 ranks (600 MiB of it in head), after 64 MiB in one of 8"
+    )
+
+
+def test_a_world_without_a_step_is_not_compared():
+    verdict = judged(size(64, gathered(64, MIB)), size(8, problem="no CUDA"))
+    assert (verdict.status, verdict.reason) == ("skipped", "no step of 8 ranks was simulated: no CUDA")
+
+
+def test_a_smaller_world_that_failed_says_why():
+    failed = SimulatedSize((("dp_shard", 8),), (), problem="rank 0 raised KeyError: 8")
+    verdict = judged(size(64), failed)
+    assert verdict.reason == "no world of 8 could be simulated: rank 0 raised KeyError: 8"
+    assert judged(size(97)).reason == "dp_shard=97 has no divisor up to 64 that gives a smaller world to compare with"
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "expected"),
+    [
+        (128, 1024, "dim 0 is shorter than the ranks that share it: from 129 ranks on, some hold nothing"),
+        (
+            100,
+            64,
+            "dim 0 is cut into chunks of 2 rows, which do not reach the last ranks; on fewer than 11 ranks, each has "
+            "a part",
+        ),
+    ],
+)
+def test_an_empty_rank_is_found_with_the_size_from_which_on_some_are(length, ranks, expected):
+    mesh = MeshFacts(("dp_shard",), (ranks,), (0,))
+    part = -(-length // ranks), 4
+    runs = ((0, part[0]),), ((0, 4),)
+    tensor = TensorFacts(
+        "w", "parameter", (length, 4), part, runs, "float32", "meta", placements=("S(0)",), mesh=mesh, width=4
+    )
+    world = WorldFacts(ranks, (("dp_shard", ranks),), "meta", "fake", simulated=(0,))
+    inventory = RankInventory(0, "meta", (tensor,))
+    evidence = Evidence(world, inventory=(inventory,), reference=ReferenceFacts("callable", inventory))
+    verdict = judge(built_in()["no_rank_is_empty_handed"], evidence, built_in())
+    assert [finding.cause for finding in verdict.findings] == [expected]
+
+
+def test_a_rank_that_holds_more_than_the_median_is_found_with_it():
+    def held(ranks, nbytes, median):
+        known = BytesOfRanks(0, median, nbytes)
+        return SimulatedSize((("dp_shard", ranks),), (RankSize(0, nbytes, 0),), parameters=known)
+
+    verdict = judged(held(64, 4 * MIB, MIB), held(8, 4 * MIB, 4 * MIB), id="memory_falls_with_ranks")
+    assert [finding.actual for finding in verdict.findings] == [
+        "4 MiB of parameters on a rank of 64 (1 MiB in the median), after 4 MiB on one of 8"
+    ]

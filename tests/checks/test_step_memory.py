@@ -1,0 +1,181 @@
+"""step_memory_bounded on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
+from tests.checks.evidence_factory import (
+    KEPT,
+    change,
+    declare,
+    findings_of,
+    healthy,
+    on_ranks,
+    on_runs,
+    place,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+BOUNDED = "step_memory_bounded"
+BLOCKS = {f"layers.{index}.mlp.{kind}": (16, 4) for index in range(3) for kind in ("up", "down")}
+NET = {"embed.weight": (16, 4), **BLOCKS, "head.weight": (16, 4)}
+ALL = tuple(NET)
+AT_A_TIME = "gathered one block, or a few, at a time"
+
+
+def gathering(*groups: tuple[str, ...], parameters=NET, ranks=2):
+    """Return evidence of a model whose parameters FSDP2 gathers in these groups."""
+    memory = StepMemory(KEPT // 2, groups=tuple(GatheredGroup(names, ranks) for names in groups))
+    sized = on_ranks(healthy(parameters=parameters), None, lambda r: tuple(replace(t, width=4) for t in r.tensors))
+    return on_runs(sized, None, memory=memory)
+
+
+def block(index: int) -> tuple[str, ...]:
+    return tuple(name for name in BLOCKS if f".{index}." in name)
+
+
+def keeping(kept: int | None, ranks=None, world: int = 2, **modules: int):
+    return on_runs(healthy(world), ranks, memory=StepMemory(kept, modules=modules))
+
+
+def test_a_conforming_loader_passes():
+    assert verdict(BOUNDED, healthy(4)).status == "passed"
+
+
+def test_all_blocks_in_one_group():
+    found = verdict(BOUNDED, gathering(ALL))
+    actual = "one FSDP group gathers all 3 blocks of layers at once: 1536 of the 1792 bytes that the ranks share"
+    assert findings_of(found) == [(None, (0, 1), actual, AT_A_TIME, "")]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [("embed.weight", "head.weight"), *map(block, range(3))],
+        [("embed.weight", "head.weight", *block(2)), block(0), block(1)],
+        [("embed.weight", "head.weight"), block(0) + block(1), block(2)],
+    ],
+    ids=["a group per block", "the last block in the root", "two blocks together"],
+)
+def test_fewer_than_all_blocks_at_a_time(groups):
+    assert verdict(BOUNDED, gathering(*groups)).status == "passed"
+
+
+def test_all_blocks_of_an_encoder_and_a_decoder():
+    """Each is less than half of what the ranks share."""
+    sides = {f"{side}.{index}.mlp.up": (16, 4) for side in ("encoder", "decoder") for index in range(2)}
+    parameters = {"embed.weight": (16, 4), **sides}
+    found = verdict(BOUNDED, gathering(tuple(parameters), parameters=parameters))
+    text = "one FSDP group gathers all 2 blocks of {} at once: 512 of the 1280 bytes that the ranks share"
+    assert [f.actual for f in found.findings] == [text.format("encoder"), text.format("decoder")]
+
+
+def test_all_blocks_of_a_model_whose_name_has_a_digit():
+    parameters = {f"wav2vec2.encoder.layers.{index}.mlp.up": (16, 4) for index in range(2)}
+    found = verdict(BOUNDED, gathering(tuple(parameters), parameters=parameters))
+    assert "all 2 blocks of wav2vec2.encoder.layers at once" in found.findings[0].actual
+
+
+def test_blocks_of_one_kind_that_are_left_to_the_root():
+    """A wrapping policy has the name of the dense block only; the sparse ones are larger."""
+    sparse = {f"layers.{index}.experts.{kind}": (64, 4) for index in (1, 3) for kind in ("up", "down")}
+    dense = {f"layers.{index}.mlp.up": (16, 4) for index in (0, 2)}
+    groups = [("embed.weight", *sparse), *((name,) for name in dense)]
+    found = verdict(BOUNDED, gathering(*groups, parameters={"embed.weight": (16, 4), **sparse, **dense}))
+    actual = "one FSDP group gathers all 2 blocks of layers at once: 4096 of the 4864 bytes that the ranks share"
+    assert findings_of(found) == [(None, (0, 1), actual, AT_A_TIME, "")]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"layers.0.mlp.up": (16, 4), "embed.weight": (4, 4)},
+        {"layers.0.experts.0.up": (16, 4), "layers.0.experts.1.up": (16, 4)},
+        {"0.weight": (16, 4), "2.weight": (16, 4)},
+        {"layers.0.mlp.up": (16, 4), "layers.1.mlp.up": (8, 4)},
+        {"layers.0.mlp.up": (2, 4), "layers.1.mlp.up": (2, 4), "embed.weight": (64, 4)},
+    ],
+    ids=["one block", "experts of one block", "bare layers", "unequal blocks", "mostly an embedding"],
+)
+def test_models_without_large_repeated_blocks_may_be_one_group(parameters):
+    assert verdict(BOUNDED, gathering(tuple(parameters), parameters=parameters)).status == "passed"
+
+
+def test_blocks_that_share_a_weight_cannot_be_groups_of_their_own():
+    evidence = gathering(ALL)
+    for index in range(3):
+        evidence = change(evidence, f"layers.{index}.mlp.up", storage="shared", identity=7)
+    assert verdict(BOUNDED, evidence).status == "passed"
+
+
+def test_a_group_that_no_ranks_share_gathers_nothing():
+    assert verdict(BOUNDED, gathering(ALL, ranks=1)).status == "passed"
+
+
+def test_ranks_that_keep_as_much_as_the_reference_for_all_rows():
+    found = verdict(BOUNDED, keeping(KEPT, [1], world=4, **{"layers.0": KEPT - 100, "layers.1": 100}))
+    expected = "at most 1.5 times the 262144 bytes that the reference keeps for the same rows"
+    detail = "layers.0 keeps much of it: 1048476 bytes on rank 1, 262144 in the reference"
+    actual = "1048576 bytes of activations kept for the backward on rank 1"
+    assert findings_of(found) == [(None, (1,), actual, expected, detail)]
+    assert found.findings[0].cause.startswith("activation checkpointing, which the reference has, is missing")
+
+
+def test_each_rank_is_compared_with_the_reference_for_its_own_rows():
+    """Rows without padding have unequal lengths."""
+    short, long = StepMemory(KEPT // 8), StepMemory(KEPT)
+    evidence = with_reference(keeping(KEPT, [1]), memory=(short, long))
+    assert findings_of(verdict(BOUNDED, evidence))[0][1] == (0,)
+    evidence = on_runs(evidence, [0], memory=short)
+    assert verdict(BOUNDED, evidence).status == "passed"
+
+
+def test_a_stack_of_adapters_may_be_one_group():
+    adapters = {f"layers.{index}.q.lora.{half}": (4, 4) for index in range(3) for half in ("up", "down")}
+    assert verdict(BOUNDED, gathering(tuple(adapters), parameters={**NET, **adapters})).status == "passed"
+
+
+def test_some_more_is_no_finding():
+    assert verdict(BOUNDED, keeping(KEPT // 4 * 3, world=2)).status == "passed"
+    assert verdict(BOUNDED, keeping(KEPT // 4 * 3 + 4097, world=2)).status == "failed"
+
+
+def test_ranks_with_experts_may_get_the_tokens_of_all():
+    evidence = keeping(KEPT, world=4)
+    assert verdict(BOUNDED, evidence).status == "failed"
+    ranks = tuple(
+        replace(rank, tensors=tuple(t for t in rank.tensors if t.name != "layers.0.weight" or rank.rank))
+        for rank in evidence.inventory
+    )
+    declared = replace(declare(evidence, on_some_ranks=("layers.0.weight",)), inventory=ranks)
+    assert verdict(BOUNDED, declared).status == "passed"
+    assert verdict(BOUNDED, place(evidence, "layers.0.weight", {"ep": 4}, "S(0)")).status == "passed"
+
+
+def test_what_was_not_observed_is_said():
+    found = verdict(BOUNDED, on_runs(healthy(), None, memory=StepMemory(None, problem="no hooks")))
+    assert found.status == "skipped"
+    assert "what backward keeps is not compared: no hooks" in found.reason
+
+
+def test_without_a_reference_groups_are_still_judged():
+    evidence = undeclared(gathering(ALL), "reference", "values", "verifier", why="not declared")
+    evidence = replace(evidence, reference=None)
+    assert verdict(BOUNDED, evidence).status == "failed"
+    single = replace(undeclared(healthy(), "reference", why="not declared"), reference=None)
+    assert "no reference was trained" in verdict(BOUNDED, single).reason
+
+
+def test_a_model_that_trains_nothing_keeps_nothing():
+    assert verdict(BOUNDED, with_reference(keeping(0), memory=(StepMemory(0),) * 2)).status == "passed"
+
+
+def test_ranks_that_keep_what_the_reference_does_not_keep_at_all():
+    """Where the reference offloads its activations."""
+    found = verdict(BOUNDED, with_reference(keeping(KEPT), memory=(StepMemory(0),) * 2))
+    assert found.findings[0].expected == "at most 1.5 times the 0 bytes that the reference keeps for the same rows"

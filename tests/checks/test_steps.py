@@ -1,0 +1,611 @@
+"""Gradients of the second step, clipped gradients, and limits that follow the reference's noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Evidence, Noise, OwnClipping, TensorNoise
+from tests.checks.evidence_factory import (
+    EMBEDDING,
+    MIDDLE,
+    PARAMETERS,
+    change,
+    change_reference,
+    clipped,
+    differ,
+    empty,
+    findings_of,
+    healthy,
+    measured,
+    on_runs,
+    place,
+    remeasured,
+    second_step,
+    verdict,
+)
+
+SECOND, PARITY, CLIP, NORM, UPDATE, LOSS = (
+    "second_grad_parity",
+    "grad_parity",
+    "grad_clip_parity",
+    "grad_norm_parity",
+    "update_parity",
+    "loss_parity",
+)
+ACCUMULATION = "grad_accumulation_parity"
+WITHIN = "equal within 0.0001"
+SIZE = healthy().training[0].gradients[1].measure.truth
+"""The norm of MIDDLE's gradient on one rank."""
+
+
+# The second step.
+
+
+def test_a_gradient_that_is_wrong_in_the_second_step_only():
+    found = verdict(SECOND, second_step(healthy(), apart=1.0))
+    assert findings_of(found) == [
+        (
+            MIDDLE,
+            (0, 1),
+            "gradient of the second step differs from the reference's, that of the first does not",
+            WITHIN,
+            f"relative error {1 / SIZE:.2g}; 0.75 at [0, 0] on rank 0, but should be 0.5",
+        )
+    ]
+    assert found.findings[0].cause.startswith("the parameters are right after the first step")
+
+
+def test_a_gradient_that_nothing_zeroes():
+    found = verdict(SECOND, second_step(healthy(), 2.0, ranks=[1], left_over=(MIDDLE,)))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((1,), "gradient of the second step still contains that of the first")
+    ]
+    assert found.findings[0].cause.startswith("nothing zeroes this gradient after the step")
+
+
+def test_a_reduction_that_is_lost_after_the_first_step():
+    found = verdict(SECOND, second_step(healthy(), without_gradient=(MIDDLE,)))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
+        (MIDDLE, (0, 1), "no gradient in the second step, although it had one in the first")
+    ]
+    unused = on_runs(second_step(healthy(), without_gradient=(MIDDLE,)), None, without_gradient=(MIDDLE,))
+    assert all("second" not in f.actual for f in verdict(SECOND, unused).findings)
+
+
+def test_an_update_that_is_wrong_explains_the_second_gradients():
+    """The first step has moved the parameters elsewhere, so that all later gradients differ."""
+    evidence = second_step(healthy(), apart=1.0)
+    moved = remeasured(evidence, EMBEDDING, 0.1, observed="parameters")
+    assert [f.tensor for f in verdict(SECOND, moved).findings] == [MIDDLE]  # the first step alone was right
+    runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in moved.training)
+    evidence = replace(moved, training=runs)
+    assert verdict(SECOND, evidence).reason == (
+        "the first step moved the parameters otherwise than in the reference (see update_parity)"
+    )
+    assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
+
+
+@pytest.mark.parametrize("check", [SECOND, UPDATE])
+def test_what_makes_the_first_loss_nan_is_named(check):
+    runs = tuple(replace(run, losses=(math.nan,) * 3) for run in healthy().training)
+    evidence = change(differ(replace(healthy(), training=runs), MIDDLE), MIDDLE, nan=12, poisoned=12)
+    evidence = second_step(remeasured(evidence, EMBEDDING, 0.1, observed="parameters"), apart=math.nan)
+    runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in evidence.training)
+    found = verdict(check, replace(evidence, training=runs))
+    assert found.why == "depends on a failed check"
+    assert found.reason == (
+        "the first loss is nan, but should be 2, which the findings of no_uninitialized_memory explain; fix those first"
+    )
+
+
+def test_an_optimizer_that_already_has_state_has_another_first_step():
+    moved = remeasured(healthy(), EMBEDDING, 0.1, observed="parameters")
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    runs = tuple(
+        replace(run, second=replace(run.second, parameters=run.parameters), optimizer=optimizer)
+        for run in moved.training
+    )
+    found = verdict(SECOND, replace(moved, training=runs))
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason == (
+        "the first step moved the parameters otherwise than in the reference: the loader's optimizer already has state "
+        f"(of 1 parameter, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state in "
+        "resume()"
+    )
+
+
+def test_a_wrong_first_gradient_explains_the_second():
+    evidence = remeasured(second_step(healthy(), apart=1.0), MIDDLE, 2.0)
+    assert [f.actual for f in verdict(PARITY, evidence).findings] == ["gradient is 2 times the reference's"]
+    found = verdict(SECOND, evidence)
+    assert (found.findings, found.unjudged) == ((), {PARITY: (MIDDLE,)})
+
+
+def test_one_step_has_no_second():
+    one_step = on_runs(healthy(losses=(2.0,)), None, second=None)
+    assert verdict(SECOND, one_step).reason == "there was no second step: @fsdp_conformance(steps=1)"
+
+
+def test_frozen_models_have_no_second_step():
+    frozen = on_runs(empty(), None, second=None)
+    assert verdict(SECOND, frozen).reason == "nothing is trainable"
+
+
+# Clipping.
+
+
+@pytest.mark.parametrize(
+    ("factor", "apart", "actual"),
+    [
+        (2.0, 0.0, "gradient is as large as before clipping"),
+        (0.5, 0.0, "clipped gradient is 1/2 times the reference's"),
+        (1.0, 2.0, "clipped gradient differs"),
+    ],
+)
+def test_clipped_gradients_that_differ(factor, apart, actual):
+    found = verdict(CLIP, clipped(healthy(4), factor, apart, ranks=[1, 2]))
+    assert findings_of(found) == [(MIDDLE, (1, 2), actual, "half as large as before, within 0.0001", "")]
+
+
+def test_the_epsilon_that_torch_adds_to_the_norm_is_not_a_difference():
+    evidence = clipped(healthy(), 1 - 4e-4)
+    assert verdict(CLIP, evidence).status == "failed"
+    small = replace(evidence, reference=replace(evidence.reference, norm=5e-3))
+    assert verdict(CLIP, small).status == "passed"
+
+
+def test_a_wrong_norm_explains_clipped_gradients():
+    found = verdict(CLIP, on_runs(clipped(healthy(), 0.7), None, norm=2.0))
+    assert (found.status, found.reason) == (
+        "skipped",
+        f"the clipped gradients differ ({MIDDLE}: clipped gradient is 0.7 times the reference's), which the findings "
+        "of grad_norm_parity explain; fix those first",
+    )
+
+
+def test_clipping_that_was_not_recorded():
+    """As in evidence of an older version, or if nothing is trainable."""
+    found = verdict(CLIP, on_runs(clipped(healthy()), None, clipped=None))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "nothing was clipped: nothing is trainable, or clipping was not recorded",
+    )
+    assert verdict(CLIP, on_runs(clipped(healthy()), None, clipped=Clipping(1.5))).status == "passed"
+
+
+# Clipping, where the reference clips with the author's function.
+
+
+def by_own_function(norms: float, factor: float, half: float = 2.0, **facts: Any) -> Evidence:
+    """The function's norm is 2.0 on the reference. On the ranks, MIDDLE is ``factor`` times what it leaves there."""
+    own, other = clipped(healthy(), factor), clipped(healthy(), half)
+    runs = tuple(
+        replace(run, norm=norms, clipped=replace(run.clipped, own=right.clipped.gradients))
+        for run, right in zip(other.training, own.training, strict=True)
+    )
+    reference = replace(other.reference, own_clipping=OwnClipping(2.0, 1.0), **facts)
+    return replace(other, training=runs, reference=reference)
+
+
+def test_the_own_function_of_the_reference_is_expected():
+    right = by_own_function(2.0, 1.0)
+    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+    wrong = by_own_function(2.0, 0.5)
+    assert findings_of(verdict(CLIP, wrong)) == [
+        (
+            MIDDLE,
+            (0, 1),
+            "clipped gradient is 1/2 times the reference's",
+            "as the same function leaves it on one device, within 0.0002",
+            "",
+        )
+    ]
+    assert [f.expected for f in verdict(NORM, by_own_function(1.0, 1.0)).findings] == [
+        "2 within 0.0001, as the same function returns on one device"
+    ]
+
+
+def test_what_torch_leaves_is_right_as_well():
+    """On one device a function may miss what it counts ranks for."""
+    right = by_own_function(3.0, 0.5, half=1.0)
+    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+
+
+def test_the_noise_of_the_own_norm_counts():
+    evidence = by_own_function(2.01, 1.004)
+    assert (verdict(NORM, evidence).status, verdict(CLIP, evidence).status) == ("failed", "skipped")
+    noisy = with_noise(evidence, own_norm=0.01)
+    assert (verdict(NORM, noisy).status, verdict(CLIP, noisy).status) == ("passed", "passed")
+    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
+
+
+def test_a_function_that_the_reference_could_not_use_is_named():
+    evidence = clipped(healthy(), 2.0)
+    evidence = replace(evidence, reference=replace(evidence.reference, clip_problem="raised OSError there: no mesh"))
+    why = "; the reference clips with torch's function, because yours raised OSError there: no mesh"
+    assert [f.cause.endswith(why) for f in verdict(CLIP, evidence).findings] == [True]
+    assert [f.cause.endswith(why) for f in verdict(NORM, on_runs(evidence, None, norm=2.0)).findings] == [True]
+
+
+# Clipping to a bound above the norm.
+
+
+def above(factor: float, apart: float = 0.0, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Evidence:
+    changed = Comparison(MIDDLE, False, 12, measure=measured(12, factor, apart))
+    evidence = on_runs(clipped(healthy()), None, **facts)
+    return on_runs(evidence, ranks, clipped=replace(evidence.training[0].clipped, changed=(changed,)))
+
+
+@pytest.mark.parametrize(
+    ("factor", "apart", "size", "cause"),
+    [
+        (2.0, 0.0, "is 2 times as large", "the factor is not limited to 1, "),
+        (0.5, 0.0, "is 1/2 times as large", "the function changes gradients whose norm is below the bound"),
+        (0.0, 0.0, "is 0 times as large", "the function changes gradients whose norm is below the bound"),
+        (1.0, 2.0, "differs", "the function changes gradients whose norm is below the bound"),
+        (math.nan, 0.0, "differs", "the function changes gradients whose norm is below the bound"),
+    ],
+)
+def test_gradients_that_a_bound_above_the_norm_changes(factor, apart, size, cause):
+    (found,) = verdict(CLIP, above(factor, apart, (1,))).findings
+    actual = f"gradient {size} after clipping to a bound above the norm"
+    assert (found.tensor, found.ranks, found.actual, found.expected) == (MIDDLE, (1,), actual, "unchanged")
+    assert found.cause.startswith(cause)
+
+
+def test_a_wrong_norm_explains_no_change_above_it():
+    assert [f.expected for f in verdict(CLIP, above(2.0, norm=2.0)).findings] == ["unchanged"]
+
+
+# Noise.
+
+
+def with_noise(evidence: Evidence, **fields: Any) -> Evidence:
+    return on_runs(evidence, None, noise=Noise(**fields))
+
+
+def in_bfloat16() -> Evidence:
+    return change_reference(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
+
+
+def of_middle(share: float, factor: float = math.inf) -> Mapping[str, TensorNoise]:
+    return {MIDDLE: TensorNoise(share * SIZE, factor)}
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field, observed):
+    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE, observed=observed)
+    assert verdict(check, with_noise(seen)).status == "failed"
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.08)})).status == "passed"
+    found = verdict(check, with_noise(seen, **{field: of_middle(0.02)}))
+    assert [f.expected for f in found.findings] == ["equal within 0.04"]
+    # The noise of other tensors does not excuse this one.
+    assert verdict(check, with_noise(seen, **{field: {EMBEDDING: TensorNoise(100.0)}})).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed):
+    """Noise of many elements cancels along the tensor's own direction."""
+    seen = remeasured(healthy(), MIDDLE, 1.05, observed=observed)
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.05)})).status == "passed"
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.05, factor=0.03)})).status == "passed"
+    assert verdict(check, with_noise(seen, **{field: of_middle(0.2, factor=0.005)})).status == "passed"
+    found = verdict(check, with_noise(seen, **{field: of_middle(0.05, factor=0.005)}))
+    assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
+
+
+def test_an_update_of_a_few_units_in_the_last_place_may_be_one_unit_longer():
+    """Eight units instead of nine, where all nudged trainings round to the same weights (mamba2's dt_bias)."""
+    seen = remeasured(healthy(), MIDDLE, 8 / 9, observed="parameters")
+    noise = {"updates": of_middle(0.0, factor=0.0)}
+    assert verdict(UPDATE, with_noise(seen, **noise)).status == "failed"
+
+    def grained(share: float) -> Evidence:
+        runs = (
+            tuple(replace(c, measure=replace(c.measure, grain=share * SIZE)) for c in run.parameters)
+            for run in seen.training
+        )
+        changed = (replace(run, parameters=own) for run, own in zip(seen.training, runs, strict=True))
+        return with_noise(replace(seen, training=tuple(changed)), **noise)
+
+    assert verdict(UPDATE, grained(1 / 9)).status == "passed"
+    assert verdict(UPDATE, grained(1 / 9000)).status == "failed"
+
+
+def off_in(observed: str, factor: float, apart: float) -> Evidence:
+    """Make MIDDLE ``factor`` times the reference's, plus an orthogonal ``apart``, in one observation."""
+    if observed == "clipped":
+        return clipped(healthy(), factor, apart)
+    if observed == "second":
+        return second_step(healthy(), factor, apart)
+    if observed == "accumulation":
+        gradients = remeasured(healthy(), MIDDLE, factor, apart).training[0].gradients
+        return on_runs(healthy(), None, accumulation=Accumulation(gradients))
+    return remeasured(healthy(), MIDDLE, factor, apart, observed=observed)
+
+
+LENGTH = "as long as the reference's,"
+OBSERVED = [
+    (PARITY, "gradients", "gradients", "{}"),
+    (SECOND, "second", "second", "{}"),
+    (CLIP, "gradients", "clipped", "half as large as before, {}"),
+    (UPDATE, "updates", "parameters", "{}"),
+    (ACCUMULATION, "accumulated", "accumulation", "the mean over the micro-batches, {}"),
+]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), OBSERVED)
+def test_a_message_has_the_tolerance_that_was_exceeded(check, field, observed, expected):
+    noise = {field: of_middle(0.055, factor=0.005)}
+    far = verdict(check, with_noise(off_in(observed, 1.0, 0.2 * SIZE), **noise))
+    within = "within 0.11" if check == CLIP else "equal within 0.11"
+    assert [f.expected for f in far.findings] == [expected.format(within)]
+    # Only the length is off, by less than the distance may be. Updates may always differ by 0.002.
+    long = verdict(check, with_noise(off_in(observed, 1.046, 0.0), **noise))
+    within = f"within {0.024 if check == UPDATE else 0.022}"
+    assert [f.expected for f in long.findings] == [expected.format(within if check == CLIP else f"{LENGTH} {within}")]
+
+
+@pytest.mark.parametrize(("check", "field", "observed", "expected"), [case for case in OBSERVED if case[0] != CLIP])
+def test_a_length_without_a_clear_factor_is_in_the_message(check, field, observed, expected):
+    found = verdict(check, with_noise(off_in(observed, 1.008, 0.012 * SIZE), **{field: of_middle(0.01, factor=0.0)}))
+    (finding,) = found.findings
+    assert finding.expected == expected.format(f"{LENGTH} within {0.006 if check == UPDATE else 0.0041}")
+    assert finding.detail == "1.008 times as long on rank 0"
+
+
+@pytest.mark.parametrize(("rows", "ratio", "status"), [(1, 2.5, "passed"), (1, 13.0, "failed"), (6, 2.1, "failed")])
+@pytest.mark.parametrize(
+    ("check", "field", "observed"),
+    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
+)
+def test_five_trainings_know_little_of_the_noise_of_one_element(check, field, observed, rows, ratio, status):
+    evidence = healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)})
+    noise = TensorNoise(0.01 * math.sqrt(rows))
+    seen = remeasured(evidence, MIDDLE, apart=ratio * noise.distance, observed=observed)
+    assert verdict(check, with_noise(seen, **{field: {MIDDLE: noise}})).status == status
+
+
+@pytest.mark.parametrize(("rows", "status"), [(1, "passed"), (6, "failed")])
+def test_the_length_of_one_element_has_its_noise(rows, status):
+    seen = remeasured(healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)}), MIDDLE, 1.05)
+    noise = TensorNoise(0.03 * math.sqrt(rows), 0.01)
+    assert verdict(PARITY, with_noise(seen, gradients={MIDDLE: noise})).status == status
+
+
+def test_measured_noise_replaces_the_tolerance_of_the_dtype():
+    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
+    assert verdict(PARITY, off).status == "passed"
+    assert verdict(PARITY, with_noise(off, gradients=of_middle(0.01))).status == "failed"
+
+
+def test_a_declared_tolerance_is_taken_as_it_is():
+    off = with_noise(remeasured(healthy(), MIDDLE, apart=0.05 * SIZE), gradients=of_middle(0.2))
+    assert verdict(PARITY, off).status == "passed"
+    strict = replace(off, tolerance={PARITY: 1e-3})
+    assert [f.expected for f in verdict(PARITY, strict).findings] == ["equal within 0.001"]
+
+
+def test_noise_that_could_not_be_measured():
+    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
+    assert verdict(PARITY, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
+
+
+@pytest.mark.parametrize("check", [PARITY, SECOND, CLIP, UPDATE, ACCUMULATION, LOSS, NORM])
+def test_a_difference_that_may_be_rounding_is_not_passed_if_the_reference_ended(check):
+    where = {SECOND: "second", CLIP: "clipped", ACCUMULATION: "accumulation", UPDATE: "parameters"}
+    off = off_in(where.get(check, "gradients"), 1.0, 0.05 * SIZE)
+    off = on_runs(off, None, losses=(2.0, 1.5, 1.26), norm=3.1) if check in (LOSS, NORM) else off
+    off = change_reference(change(off, MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
+    killed = {"problem": "the reference was killed", "ended": True}
+    found = verdict(check, with_noise(off, **killed))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    share = {LOSS: "0.005", NORM: "0.033"}.get(check, "0.05")
+    assert found.reason == (
+        "passed for what could be checked; measuring the reference's noise failed (the reference was killed), so a "
+        f"difference of {share} may be an error"
+    )
+    assert verdict(check, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
+    assert verdict(check, replace(with_noise(off, **killed), tolerance={check: 0.2})).status == "passed"
+    unchanged = clipped(healthy()) if check == CLIP else healthy()
+    assert verdict(check, with_noise(unchanged, **killed)).status == "passed"
+
+
+def test_a_finding_says_why_noise_is_unknown():
+    off = with_noise(remeasured(healthy(), MIDDLE, apart=SIZE), problem="RuntimeError: hooks are refused")
+    (finding,) = verdict(PARITY, off).findings
+    assert finding.cause.endswith(
+        "; the noise of the reference could not be measured (RuntimeError: hooks are refused)"
+    )
+
+
+def test_losses_in_a_low_precision_are_rounded():
+    """The noise of outputs does not include the rounding of a loss that is computed in bfloat16."""
+    evidence = with_noise(on_runs(healthy(), None, losses=(2.0, 1.5, 1.26)), losses=(0.0, 0.0, 1e-4))
+    assert verdict(LOSS, evidence).status == "failed"
+    assert verdict(LOSS, on_runs(evidence, None, loss_dtype="bfloat16")).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed", "apart"),
+    [(PARITY, "gradients", "gradients", 3.3e-7), (UPDATE, "updates", "parameters", 1e-3)],
+)
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_loss_in_float32_rounds_gradients_of_float64_parameters(check, field, observed, apart, measured):
+    evidence = healthy()
+    for name in PARAMETERS:
+        evidence = change_reference(change(evidence, name, dtype="float64"), name, dtype="float64")
+    evidence = remeasured(evidence, MIDDLE, apart=apart * SIZE, observed=observed)
+    noise = {field: of_middle(1e-9)} if measured else {"problem": "RuntimeError: hooks are refused"}
+    evidence = with_noise(evidence, **noise)
+    assert verdict(check, evidence).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float64")).status == "failed"
+    assert verdict(check, on_runs(evidence, None, loss_dtype="float32")).status == "passed"
+
+
+def test_gradients_that_the_optimizer_reduces_have_no_norm_yet():
+    evidence = remeasured(healthy(), MIDDLE, 0.9, 2.0)
+    found = verdict(NORM, on_runs(place(evidence, MIDDLE, {}), None, norm=2.0))
+    assert found.reason == f"the optimizer itself reduces gradients ({MIDDLE}), so their norm is not known"
+
+
+def test_losses_within_noise():
+    evidence = on_runs(healthy(), None, losses=(2.0, 1.5, 1.26))
+    assert verdict(LOSS, evidence).status == "failed"
+    assert verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.02))).status == "passed"
+    found = verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.002)))
+    assert [f.expected for f in found.findings] == ["1.25 within 0.004"]
+
+
+def test_a_norm_within_noise():
+    evidence = on_runs(healthy(), None, norm=3.1)
+    assert verdict(NORM, evidence).status == "failed"
+    assert verdict(NORM, with_noise(evidence, norm=0.1)).status == "passed"
+    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
+
+
+def test_accumulated_gradients_within_noise():
+    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE).training[0].gradients
+    evidence = on_runs(healthy(), None, accumulation=replace(healthy().training[0].accumulation, gradients=seen))
+    assert verdict(ACCUMULATION, with_noise(evidence)).status == "failed"
+    assert verdict(ACCUMULATION, with_noise(evidence, accumulated=of_middle(0.08))).status == "passed"
+
+
+def test_a_gradient_that_noise_hides_may_be_missing():
+    """The gradient of a key's bias is zero but for rounding, and so may be absent."""
+    evidence = on_runs(healthy(), None, without_gradient=(MIDDLE,))
+    assert verdict(PARITY, with_noise(evidence)).status == "failed"
+    assert verdict(PARITY, with_noise(evidence, gradients=of_middle(2.0))).status == "passed"
+
+
+def reduced_later(evidence: Evidence) -> Evidence:
+    """The gradient of a whole parameter differs between ranks, and its update is right."""
+    return place(remeasured(evidence, MIDDLE, 0.9, 2.0), MIDDLE, {})
+
+
+def test_gradients_that_the_optimizer_reduces_are_neither_clipped_nor_accumulated_yet():
+    evidence = reduced_later(clipped(healthy(), 1.0, 2.0))
+    assert verdict(CLIP, evidence).findings == ()
+    accumulated = replace(evidence.training[0].accumulation, gradients=evidence.training[0].gradients)
+    assert verdict(ACCUMULATION, on_runs(evidence, None, accumulation=accumulated)).findings == ()
+
+
+def test_an_update_that_noise_could_explain_excuses_no_gradient():
+    evidence = reduced_later(healthy())
+    assert verdict(PARITY, evidence).findings == ()
+    assert verdict(PARITY, with_noise(evidence, updates=of_middle(0.1))).findings == ()
+    unknown = with_noise(evidence, updates=of_middle(0.4))
+    assert {f.tensor for f in verdict(PARITY, unknown).findings} == {MIDDLE}
+
+
+def test_a_rounding_gradient_that_moved_its_weight_otherwise_is_no_other_first_step():
+    """Adam takes a whole step where the gradient is zero but for rounding."""
+    evidence = second_step(healthy(), 2.0)
+    sizes = {**evidence.reference.gradients, EMBEDDING: 1e-9}
+    moved = remeasured(evidence, EMBEDDING, -1.0, observed="parameters").training[0].parameters
+    runs = tuple(replace(run, second=replace(run.second, parameters=moved)) for run in evidence.training)
+    evidence = replace(evidence, training=runs, reference=replace(evidence.reference, gradients=sizes))
+    assert [f.tensor for f in verdict(SECOND, evidence).findings] == [MIDDLE]
+
+
+def test_a_hook_that_does_not_run_once_more():
+    accumulated = Accumulation(refused="IndexError: list index out of range")
+    assert verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=accumulated)).reason == (
+        "a hook of the optimizer's step raises when it is called once more: IndexError: list index out of range"
+    )
+
+
+# Other numbers of backwards on some ranks.
+
+
+def uneven(evidence: Evidence, *numbers: tuple[int, ...]) -> Evidence:
+    for rank, backwards in enumerate(numbers):
+        evidence = on_runs(evidence, [rank], backwards=backwards)
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("id", "wrong"),
+    [
+        (PARITY, remeasured(healthy(), MIDDLE, apart=1.0)),
+        (PARITY, remeasured(healthy(), MIDDLE, factor=7.0)),
+        (SECOND, second_step(healthy(), apart=1.0)),
+        (LOSS, on_runs(healthy(), None, losses=(2.5, 2.0, 1.5))),
+    ],
+)
+def test_other_numbers_of_backwards_are_the_cause(id, wrong):
+    found = verdict(id, uneven(wrong, (2, 1), (1, 1)))
+    assert found.status == "failed"
+    assert found.findings[0].cause.startswith(
+        "Subject(train_step=...) ran 2 backwards on rank 0 and 1 backward on rank 1 in step 0, but should run the same"
+    )
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), (2, 2))).findings[0].cause
+    assert "Subject(train_step=...)" not in verdict(id, uneven(wrong, (2, 2), ())).findings[0].cause
+
+
+def test_numbers_of_later_backwards_explain_no_earlier_gradient():
+    found = verdict(PARITY, uneven(remeasured(healthy(), MIDDLE, apart=1.0), (1, 2), (1, 1)))
+    assert "Subject(train_step=...)" not in found.findings[0].cause
+    later = verdict(SECOND, uneven(second_step(healthy(), apart=1.0), (1, 2), (1, 1)))
+    assert "in step 1" in later.findings[0].cause
+
+
+def test_other_numbers_of_backwards_with_the_right_result_pass():
+    assert {verdict(id, uneven(healthy(), (2, 1), (1, 1))).status for id in (PARITY, SECOND, LOSS)} == {"passed"}
+
+
+# A wrong scale that clipping hides.
+
+
+def unclipped(factor: float, apart: float = 0.0, evidence: Evidence | None = None) -> Evidence:
+    """Return evidence of a step whose gradients before clipping are ``factor`` times the reference's."""
+    evidence = evidence or healthy()
+    runs = (
+        replace(
+            run,
+            unclipped=tuple(replace(c, measure=measured(c.elements, factor, apart)) for c in run.gradients),
+        )
+        for run in evidence.training or ()
+    )
+    return replace(evidence, training=tuple(runs))
+
+
+@pytest.mark.parametrize(("factor", "text"), [(2.0, "2"), (0.5, "1/2"), (0.25, "1/4"), (3.3, "3.3"), (1.1, "1.1")])
+def test_a_scale_that_clipping_hides(factor, text):
+    found = verdict(PARITY, unclipped(factor))
+    detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+    assert findings_of(found) == [
+        (None, (0, 1), f"gradients before clipping are {text} times the reference's", "equal", detail)
+    ]
+    assert found.findings[0].cause.startswith("train_step scales its loss once too often or too rarely")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        unclipped(1.0),
+        unclipped(1.02),
+        unclipped(1.2, apart=1.0),  # as far off in direction: a loss that scales its own gradient, or noise
+        unclipped(math.nan),
+        on_runs(unclipped(2.0), [1], unclipped=()),
+        unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=1.0, observed="parameters")),
+    ],
+)
+def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+def test_a_wrong_gradient_is_not_reported_again_as_one_before_clipping():
+    found = verdict(PARITY, unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, factor=2.0)))
+    assert [finding.tensor for finding in found.findings] == [MIDDLE]

@@ -1,0 +1,192 @@
+"""shards_tile_the_tensor on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checks.evidence_factory import (
+    MIDDLE,
+    change,
+    declare,
+    drop,
+    findings_of,
+    healthy,
+    left_out,
+    parameter,
+    place,
+    undeclared,
+    verdict,
+)
+
+TILE = "shards_tile_the_tensor"
+HSDP, TWO_D = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
+ONE_MESH = "ranks created their own meshes, in which two ranks have the same coordinate or some have none"
+
+
+def test_the_shards_of_a_tensor_without_elements_are_empty():
+    evidence = place(healthy(2), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(8, 0))
+    assert verdict(TILE, change(evidence, MIDDLE, local_shape=(0, 0))).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "shape"),
+    [
+        ({"dp_shard": 4}, ("S(0)",), (5, 2)),
+        ({"dp_shard": 4}, ("S(0)",), (1, 2)),
+        ({"dp_shard": 4}, ("S(0)",), (0, 2)),
+        ({"dp_shard": 4}, ("S(1)",), (5, 2)),
+        ({"dp_shard": 4}, ("R",), ()),
+        ({"dp_shard": 4}, (), ()),
+        ({"dp_shard": 4}, (), (3,)),
+        (HSDP, ("R", "S(0)"), (3, 5)),
+        (TWO_D, ("_S(0, 2)", "S(0)"), (7, 3)),
+        (TWO_D, ("S(0)", "S(1)"), (7, 3)),
+        (TWO_D, ("S(0)", "R"), (7, 3)),
+        (TWO_D, ("P(sum)", "S(0)"), (7, 3)),
+        ({"dp_shard": 2}, ("S(0)",), (7, 3)),  # two meshes of two ranks
+        ({"ep": 4}, ("S(0)",), (8, 4)),
+    ],
+)
+def test_placements_of_every_kind_cover_the_tensor(mesh, placements, shape):
+    evidence = healthy(mesh=mesh if prod(mesh.values()) == 4 else {"dp_shard": 2, "pp": 2})
+    evidence = place(evidence, MIDDLE, mesh, *placements, shape=shape)
+    declared = {"placements": {MIDDLE: placements}} if placements else {"unsharded": (MIDDLE,)}
+    assert verdict(TILE, declare(evidence, **declared)).status == "passed"
+
+
+shards = st.one_of(st.none(), st.integers(0, 1))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    plan=st.lists(st.tuples(st.integers(1, 3), shards), min_size=1, max_size=3),
+    copied=st.data(),
+)
+def test_a_rank_at_the_coordinate_of_another_is_always_found(shape, plan, copied):
+    mesh = {f"tp{number}": size for number, (size, _) in enumerate(plan)}
+    placements = ["R" if dim is None else f"S({dim})" for _, dim in plan]
+    evidence = healthy(mesh=mesh, parameters={})
+    places = list(product(*(range(size) for size in mesh.values())))
+    tensors = [parameter("w", shape, mesh, placements, place) for place in places]
+
+    def judged(tensors):
+        ranks = (replace(r, tensors=(t,)) for r, t in zip(evidence.inventory, tensors, strict=True))
+        bare = undeclared(replace(evidence, inventory=tuple(ranks)), "reference", why="not declared")
+        return verdict(TILE, declare(bare, placements={"w": tuple(placements)}))
+
+    assert judged(tensors).status == "passed"
+    one, other = (copied.draw(st.integers(0, len(tensors) - 1)) for _ in range(2))
+    same = tensors[one].regions == tensors[other].regions or not (tensors[one].numel or tensors[other].numel)
+    moved = [tensors[other] if rank == one else tensor for rank, tensor in enumerate(tensors)]
+    assert judged(moved).status == ("passed" if same else "failed")
+
+
+def at(evidence, rank, coordinate, mesh, placements, shape=(6, 4)):
+    """Give one rank the shard of another coordinate."""
+    shard = parameter(MIDDLE, shape, mesh, placements, coordinate)
+    facts = {key: getattr(shard, key) for key in ("mesh", "regions", "local_shape")}
+    return change(evidence, MIDDLE, [rank], **facts)
+
+
+def test_two_ranks_at_one_coordinate():
+    found = verdict(TILE, at(healthy(), 1, (0,), {"dp_shard": 2}, ("S(0)",)))
+    assert findings_of(found) == [
+        (
+            *(MIDDLE, (0, 1), "2 ranks hold [0:3, 0:4] and no rank holds [3:6, 0:4]"),
+            *("shards that cover (6, 4) exactly once", ""),
+        )
+    ]
+    assert (found.findings[0].cause, found.findings[0].remedy) == (
+        ONE_MESH,
+        "create one mesh of all ranks, in the same order on every rank",
+    )
+
+
+def test_one_replica_at_the_coordinate_of_the_other_shard():
+    found = verdict(TILE, at(healthy(mesh=HSDP), 3, (1, 0), HSDP, ("R", "S(0)")))
+    assert findings_of(found) == [
+        (
+            *(MIDDLE, (0, 2, 3), "3 ranks hold [0:3, 0:4] and only 1 rank holds [3:6, 0:4]"),
+            *("shards that cover (6, 4) exactly once in each of 2 replicas", ""),
+        )
+    ]
+
+
+def test_a_strided_shard_at_another_coordinate():
+    evidence = place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "_S(0, 2)", "S(0)", shape=(8, 4))
+    found = verdict(TILE, at(evidence, 3, (0, 1), TWO_D, ("_S(0, 2)", "S(0)"), (8, 4)))
+    assert [(f.ranks, f.actual) for f in found.findings] == [
+        ((1, 3), "2 ranks hold [4:6, 0:4] and no rank holds [6:8, 0:4]")
+    ]
+
+
+def test_a_single_row_that_two_ranks_hold():
+    evidence = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(1, 4))
+    assert verdict(TILE, evidence).status == "passed"
+    found = verdict(TILE, at(evidence, 1, (0,), {"dp_shard": 2}, ("S(0)",), (1, 4)))
+    assert [finding.actual for finding in found.findings] == ["2 ranks hold [0:1, 0:4]"]
+
+
+def test_all_ranks_at_one_coordinate_of_many():
+    evidence = healthy(4)
+    for rank in range(1, 4):
+        evidence = at(evidence, rank, (0,), {"dp_shard": 4}, ("S(0)",))
+    assert [finding.actual for finding in verdict(TILE, evidence).findings] == [
+        "4 ranks hold [0:2, 0:4] and no rank holds [2:6, 0:4]"
+    ]
+
+
+def outside(evidence, rank, local_shape=(0,)):
+    mesh = replace(evidence.inventory[rank].by_name[MIDDLE].mesh, coordinate=None)
+    return change(evidence, MIDDLE, [rank], mesh=mesh, regions=((), ()), local_shape=local_shape)
+
+
+def test_a_rank_outside_the_mesh_holds_no_part():
+    # Ranks 0 and 1 shard; ranks 2 and 3 are not in their mesh.
+    evidence = place(healthy(mesh={"dp_shard": 2, "pp": 2}), MIDDLE, {"dp_shard": 2}, "S(0)")
+    assert verdict(TILE, outside(outside(evidence, 2), 3)).status == "passed"
+    # A missing rank in a mesh of four leaves a gap.
+    found = verdict(TILE, outside(healthy(4), 1))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((0, 2, 3), "no rank holds [2:4, 0:4]")]
+
+
+def test_a_shard_whose_size_does_not_match_its_placements():
+    evidence = change(healthy(4), MIDDLE, [1], local_shape=(1, 4))
+    found = verdict(TILE, change(evidence, MIDDLE, [2, 3], local_shape=(1, 4)))
+    assert findings_of(found) == [
+        (MIDDLE, (1, 2), "local shape (1, 4)", "(2, 4), as its placements imply", ""),
+        (MIDDLE, (3,), "local shape (1, 4)", "(0, 4), as its placements imply", ""),
+    ]
+    assert found.findings[0].cause.startswith("the shard's size does not match its placements")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by"),
+    [
+        (drop(healthy(), MIDDLE, [1]), "same_manifest_on_every_rank"),
+        (change(healthy(), MIDDLE, shape=(12, 4)), "shapes_match_reference"),
+        (place(healthy(), MIDDLE, {}), "nothing_left_unsharded"),
+        (declare(healthy(), unsharded=(MIDDLE,)), "unsharded_modules_stay_whole"),
+        (declare(healthy(), placements={MIDDLE: ("S(1)",)}), "dtensor_placements"),
+    ],
+)
+def test_tensors_that_already_failed_are_not_judged_again(evidence, by):
+    found = verdict(TILE, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out(by, MIDDLE))
+
+
+def test_each_pattern_of_shards_is_analysed_once(monkeypatch):
+    from pytest_fsdp_meta.checks.sharding.judge import tiling
+
+    counted = []
+    flaw = tiling._flaw
+    monkeypatch.setattr(tiling, "_flaw", lambda *pattern: counted.append(pattern) or flaw(*pattern))
+    shapes = {f"layers.{number}.weight": (8 + number % 2, 4) for number in range(500)}
+    assert verdict(TILE, healthy(4, parameters=shapes)).status == "passed"
+    assert len(counted) == 4  # two shapes of weights, two buffers

@@ -1,0 +1,511 @@
+"""loss_parity and update_parity on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Evidence, RankTraining
+from pytest_fsdp_meta.judging.gates import mean_losses
+from tests.checks.evidence_factory import (
+    CATALOGUE,
+    COUNTER,
+    EMBEDDING,
+    LOSSES,
+    MIDDLE,
+    ROTARY,
+    change,
+    change_reference,
+    differ,
+    empty,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    on_ranks,
+    place,
+    rename,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+PARITY = "loss_parity"
+REFERENCE_CURVE = "2.000000, 1.500000, 1.250000"
+FORWARD = (
+    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, "
+    "or a module is missing, replaced, random or configured differently (attention, scale, activation, precision)"
+)
+LATER = (
+    "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "
+    "as a buffer or a cache that the forward updates on each rank separately"
+)
+
+
+def losses(evidence: Evidence, *by_rank: tuple[float, ...]) -> Evidence:
+    training = (replace(run, losses=curve) for run, curve in zip(evidence.training, by_rank, strict=True))
+    return replace(evidence, training=tuple(training))
+
+
+def trained(evidence: Evidence, **facts) -> Evidence:
+    return replace(evidence, training=tuple(replace(run, **facts) for run in evidence.training))
+
+
+@pytest.mark.parametrize(
+    "evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), empty(2)]
+)
+def test_healthy_evidence_passes(evidence):
+    assert verdict(PARITY, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [("reference", "Subject(reference=...) is not declared"), ("training", "Subject(batch=...) is not declared")],
+)
+def test_what_was_not_declared_is_named(observation, why):
+    found = verdict(PARITY, undeclared(healthy(), observation, why=why))
+    assert (found.status, found.reason) == ("skipped", why)
+
+
+FAILED = {"why": "rank 1: OutOfMemoryError", "error": True, "detail": "..."}
+
+
+@pytest.mark.parametrize("observation", ["training", "reference"])
+def test_an_observation_that_failed_is_an_error(observation):
+    found = verdict(PARITY, undeclared(healthy(), observation, **FAILED))
+    assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "by"),
+    [
+        (differ(healthy(), MIDDLE), "params_equal_reference"),
+        (rename(healthy(), "module."), "names_match_reference"),
+        (
+            differ(change(differ(healthy(), COUNTER), EMBEDDING, dtype="float64"), MIDDLE),
+            "dtypes_match_reference, params_equal_reference, buffers_equal_reference",
+        ),
+    ],
+)
+def test_wrong_tensors_may_explain_a_training_that_failed(evidence, by):
+    found = verdict(PARITY, undeclared(evidence, "training", **FAILED))
+    assert (found.status, found.reason, found.detail, found.unjudged) == (
+        *("skipped", f"rank 1: OutOfMemoryError; the findings of {by} may explain it", ""),
+        {},
+    )
+
+
+def test_a_finding_about_the_whole_model_may_explain_a_failure_too():
+    evidence = on_ranks(healthy(), [1], lambda rank: tuple(reversed(rank.tensors)))
+    found = verdict(PARITY, undeclared(evidence, "training", **FAILED))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "rank 1: OutOfMemoryError; the findings of same_manifest_on_every_rank may explain it",
+    )
+
+
+CRASHED = ("training", "continued", "resumed", "saved", "restored", "resharded", "export", "state_dict")
+CRASHED += ("saved_again", "restored_again")
+
+
+def test_a_wrong_model_explains_a_crash_to_every_check():
+    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), *CRASHED, **FAILED)
+    using = [check.id for check in CATALOGUE if set(check.needs) & set(CRASHED)]
+    assert {"tied_weights_stay_tied", "optimizer_state_round_trip", "resume_parity"} < set(using)
+    for id in using:
+        found = verdict(id, wrong)
+        assert (found.status, found.detail) == ("skipped", ""), id
+        summary, _, why = found.reason.partition("; the findings of ")
+        assert summary == "rank 1: OutOfMemoryError"
+        assert "dtypes_match_reference" in why, id
+
+
+def test_a_crash_of_a_sound_model_is_an_error():
+    crashed = undeclared(healthy(), *CRASHED, **FAILED)
+    for check in CATALOGUE:
+        if set(check.needs) & set(CRASHED):
+            found = verdict(check.id, crashed)
+            assert (found.status, found.detail) == ("error", "..."), check.id
+
+
+def test_a_wrong_model_does_not_explain_a_failed_second_load():
+    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), "repetition", **FAILED)
+    assert verdict("load_is_repeatable", wrong).status == "error"
+
+
+def test_an_unsharded_parameter_does_not_explain_a_failure():
+    evidence = place(healthy(), MIDDLE, {}, shape=(6, 4))
+    assert verdict("nothing_left_unsharded", evidence).status == "failed"
+    assert verdict(PARITY, undeclared(evidence, "training", **FAILED)).status == "error"
+
+
+def test_a_reference_that_failed_is_an_error_whatever_else_is_wrong():
+    evidence = change(healthy(), MIDDLE, [1], dtype="float16")
+    found = verdict(PARITY, undeclared(evidence, "reference", "values", "training", **FAILED))
+    assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
+
+
+def test_an_undeclared_training_needs_no_explanation():
+    found = verdict(PARITY, undeclared(differ(healthy(), MIDDLE), "training", why="not declared"))
+    assert (found.status, found.reason) == ("skipped", "not declared")
+
+
+def test_a_checkpoint_cannot_be_trained():
+    assert verdict(PARITY, from_checkpoint(healthy())).status == "skipped"
+
+
+def test_slices_of_the_batch_are_averaged():
+    assert verdict(PARITY, losses(healthy(2), (3.0, 2.0, 1.5), (1.0, 1.0, 1.0))).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("places", "curves", "mean"),
+    [
+        ([(0, 1)], [(2.0,)], (2.0,)),
+        ([(0, 2), (1, 2)], [(1.0,), (3.0,)], (2.0,)),
+        ([(0, 2), (0, 2), (1, 2)], [(1.0,), (1.0,), (3.0,)], (2.0,)),
+        ([(0, 1), (0, 1)], [(1.0, 4.0), (3.0, 4.0)], (2.0, 4.0)),
+        ([(1, 2), (0, 2)], [(), ()], ()),
+    ],
+)
+def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
+    runs = [RankTraining(curve, place) for place, curve in zip(places, curves, strict=True)]
+    assert mean_losses(runs) == mean
+
+
+def test_the_first_step_differs():
+    found = verdict(PARITY, losses(healthy(), (2.5, 1.5, 1.25), (2.5, 1.5, 1.25)))
+    assert findings_of(found) == [
+        (
+            *(None, (0, 1), "loss 2.5 at step 0", "2 within 1e-05"),
+            f"losses 2.500000, 1.500000, 1.250000; reference {REFERENCE_CURVE}",
+        )
+    ]
+    assert found.findings[0].cause == FORWARD
+    assert found.findings[0].remedy == (
+        "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader "
+        "uses another precision on purpose, set tolerance=..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "curve", "cause"),
+    [
+        (healthy(2), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step (2 is the number of data-"),
+        (healthy(4), (8.0, 6.1, 4.9), "the loss is 4 times the reference's in every step (4 is the number of data-"),
+        (healthy(2), (1.0, 0.75, 0.625), "the loss is 1/2 of the reference's in every step (2 is the number of data-"),
+        (
+            healthy(2),
+            (6.0, 4.5, 3.75),
+            "the loss is 3 times the reference's in every step: each rank sums over its rows",
+        ),
+        (
+            healthy(1),
+            (4.0, 3.0, 2.5),
+            "the loss is 2 times the reference's in every step: each rank sums over its rows",
+        ),
+        (healthy(1), (0.5, 0.375, 0.3125), "the loss is 1/4 of the reference's in every step: the loss is divided"),
+        (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # not a whole number
+        (healthy(2), (4.001, 3.0, 2.5), FORWARD),
+        (healthy(2), (4.0, 1.5, 1.25), FORWARD),  # not in every step
+        (healthy(2), (4.0, math.nan, math.nan), FORWARD),
+        (healthy(2, losses=(0.0, 1.0)), (2.0, 2.0), FORWARD),
+        (healthy(2), (-4.0, -3.0, -2.5), FORWARD),
+        (healthy(1), (2.0, 3.0, 2.5), LATER),
+    ],
+)
+def test_a_whole_multiple_of_the_loss(evidence, curve, cause):
+    (finding,) = verdict(PARITY, losses(evidence, *[curve] * evidence.world.size)).findings
+    assert finding.cause.startswith(cause)
+
+
+def test_a_whole_multiple_by_chance():
+    # With a wide tolerance, every large factor is near a whole number.
+    for factor, whole in ((20.1, False), (4.01, True)):
+        evidence = replace(losses(healthy(1), tuple(factor * loss for loss in LOSSES)), tolerance={PARITY: 0.02})
+        found = verdict(PARITY, evidence).findings
+        assert [finding.cause.startswith("the loss is ") for finding in found] == [whole]
+
+
+def test_a_later_step_differs():
+    found = verdict(PARITY, losses(healthy(1), (2.0, 1.5, 1.0)))
+    assert findings_of(found) == [
+        (
+            *(None, (0,), "loss 1 at step 2", "1.25 within 1e-05"),
+            f"losses 2.000000, 1.500000, 1.000000; reference {REFERENCE_CURVE}",
+        )
+    ]
+    assert found.findings[0].cause == LATER
+    assert found.findings[0].remedy == ("compare the state that the forward keeps between steps with the reference's")
+
+
+def test_later_losses_of_an_optimizer_that_already_has_state_are_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    later = trained(healthy(), losses=(2.0, 1.75, 1.5), optimizer=optimizer)
+    found = verdict(PARITY, later)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.startswith(
+        "passed for what could be checked; the first loss is right, later ones differ (step 1: 1.750000, but should "
+        "be 1.500000, relative error 0.12): the loader's optimizer already has state (of 1 parameter, first: "
+    )
+    first = verdict(PARITY, trained(later, losses=(2.5, 1.75, 1.5)))
+    assert [finding.actual for finding in first.findings] == ["loss 2.5 at step 0"]
+
+
+def test_one_odd_rank_moves_the_mean():
+    found = verdict(PARITY, losses(healthy(4), LOSSES, LOSSES, LOSSES, (2.0, 1.5, 5.25)))
+    assert [(finding.ranks, finding.actual) for finding in found.findings] == [((0, 1, 2, 3), "loss 2.25 at step 2")]
+
+
+@pytest.mark.parametrize(
+    ("off", "dtype", "actual", "expected"),
+    [
+        (1e-4, "float32", "loss 1.5002 at step 1", "1.5 within 1e-05"),
+        (2e-5, "float32", "loss 1.50003 at step 1", "1.5 within 1e-05"),
+        (1e-8, "float64", "loss 1.50000001 at step 1", "1.5 within 1e-09"),
+    ],
+)
+def test_losses_are_shown_with_as_many_digits_as_they_need(off, dtype, actual, expected):
+    evidence = on_ranks(healthy(1), None, lambda rank: tuple(replace(t, dtype=dtype) for t in rank.tensors))
+    evidence = with_reference(
+        evidence, inventory=replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
+    )
+    (finding,) = verdict(PARITY, losses(evidence, (2.0, 1.5 * (1 + off), 1.25))).findings
+    assert (finding.actual, finding.expected) == (actual, expected)
+
+
+def in_slices(evidence: Evidence, *indices: int) -> Evidence:
+    """Assign each rank to a data-parallel slice of the batch."""
+    size = len(set(indices))
+    training = (
+        replace(run, data_parallel=(index, size)) for run, index in zip(evidence.training, indices, strict=True)
+    )
+    return replace(evidence, training=tuple(training))
+
+
+DIVERGED = (
+    "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a tensor-parallel layer "
+    "does not reduce its output"
+)
+
+
+def test_ranks_of_one_slice_that_cancel_in_the_mean():
+    curves = ((2.0, 1.5, 1.25), (2.5, 1.5, 1.25), (2.0, 1.5, 1.25), (1.5, 1.5, 1.25))
+    found = verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 0, 1), *curves))
+    assert findings_of(found) == [
+        (
+            *(None, (3,), "loss 1.5 at step 0", "2.5, as on rank 1, which sees the same rows"),
+            "losses 1.500000, 1.500000, 1.250000; rank 1 2.500000, 1.500000, 1.250000",
+        )
+    ]
+    assert found.findings[0].cause == DIVERGED
+    assert found.findings[0].remedy == (
+        "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
+        "different parts of the sequence, name that mesh dimension cp"
+    )
+    # Ranks of other slices see different rows.
+    assert verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 2, 3), *curves)).status == "passed"
+
+
+def test_ranks_that_disagree_only_after_all_were_wrong_are_not_reported():
+    curves = [(3.0, 1.5, 1.25), (3.0, 1.75, 1.25), (3.0, 1.5, 1.25), (3.0, 1.5, 1.25)]
+    found = verdict(PARITY, losses(in_slices(healthy(4), 0, 0, 1, 1), *curves))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((0, 1, 2, 3), "loss 3 at step 0")]
+
+
+def test_every_rank_that_differs_from_the_first_of_its_slice_is_named():
+    curves = (LOSSES, (2.0, 1.75, 1.25), (2.0, 1.25, 1.25), LOSSES)
+    found = verdict(PARITY, losses(in_slices(healthy(4), 0, 0, 0, 0), *curves))
+    assert [(finding.ranks, finding.actual, finding.expected) for finding in found.findings] == [
+        ((1,), "loss 1.75 at step 1", "1.5, as on rank 0, which sees the same rows"),
+        ((2,), "loss 1.25 at step 1", "1.5, as on rank 0, which sees the same rows"),
+    ]
+
+
+def test_ranks_that_disagree_are_reported_before_the_mean():
+    found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), LOSSES, (2.5, 1.5, 1.25)))
+    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), DIVERGED), ((0, 1), FORWARD)]
+
+
+@pytest.mark.parametrize(("off", "status"), [(1e-6, "passed"), (1e-4, "failed")])
+def test_ranks_of_one_slice_agree_within_the_tolerance(off, status):
+    curves = ((2.0 * (1 + off), 1.5, 1.25), (2.0 * (1 - off), 1.5, 1.25))
+    assert verdict(PARITY, losses(in_slices(healthy(2), 0, 0), *curves)).status == status
+
+
+def test_ranks_that_all_have_nan_do_not_disagree():
+    bad = (2.0, math.nan, math.nan)
+    found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), bad, bad))
+    assert [(finding.ranks, finding.actual) for finding in found.findings] == [((0, 1), "loss nan at step 1")]
+    # They may disagree at steps before that.
+    found = verdict(PARITY, losses(in_slices(healthy(2), 0, 0), bad, (2.5, math.nan, math.nan)))
+    assert [finding.ranks for finding in found.findings] == [(1,), (0, 1)]
+
+
+def test_context_parallel_ranks_may_disagree():
+    evidence = losses(in_slices(healthy(2), 0, 0), (2.5, 2.0, 1.75), (1.5, 1.0, 0.75))
+    assert verdict(PARITY, evidence).status == "failed"
+    for mesh, status in (({"cp": 2}, "passed"), ({"dp_shard": 2, "cp": 1}, "failed"), ({"tp": 2}, "failed")):
+        world = replace(evidence.world, mesh=tuple(mesh.items()))
+        assert verdict(PARITY, replace(evidence, world=world)).status == status
+
+
+def test_wrong_parameters_explain_ranks_that_disagree():
+    evidence = losses(in_slices(healthy(2), 0, 0), (2.5, 1.5, 1.25), (1.5, 1.5, 1.25))
+    found = verdict(PARITY, differ(evidence, MIDDLE, [1]))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "the losses differ (step 0: 1.500000, but should be 2.500000, relative error 0.4), which the findings of "
+        "params_equal_reference explain; fix those first",
+    )
+
+
+def test_a_reference_that_differs_each_time_it_is_built_is_an_error():
+    evidence = with_reference(healthy(), unstable=(ROTARY,))
+    assert verdict(PARITY, evidence).status == "passed"
+    found = verdict(PARITY, losses(evidence, *[(2.0, 1.75, 1.25)] * 2))
+    assert (found.status, found.reason, found.findings) == (
+        "error",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), and the reference is "
+        f"not reproducible: building it again gives different values ({ROTARY}); make it build the same model every "
+        "time",
+        (),
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite(bad):
+    found = verdict(PARITY, losses(healthy(2), (2.0, bad, bad), LOSSES))
+    assert found.status == "failed"
+    assert (found.findings[0].actual, found.findings[0].expected) == (f"loss {bad:g} at step 1", "1.5 within 1e-05")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reference_whose_loss_is_not_finite_is_an_error(bad):
+    evidence = with_reference(healthy(), losses=(2.0, bad, bad), losses_again=(2.0, bad, bad))
+    found = verdict(PARITY, evidence)
+    assert (found.status, found.reason) == (
+        "error",
+        f"the reference's own loss is {bad} at step 1; give it a batch, a loss and an optimizer that keep it finite",
+    )
+
+
+def test_a_reference_that_is_not_reproducible_is_an_error():
+    found = verdict(PARITY, with_reference(healthy(), losses_again=(2.0, 1.5000001, 1.25)))
+    assert (found.status, found.reason) == (
+        "error",
+        "the reference is not reproducible: from the same weights, step 1 gives loss 1.5 and, in a second run, "
+        "1.5000001; make its forward deterministic",
+    )
+
+
+def test_a_batch_that_differs_on_a_rank_is_an_error():
+    evidence = healthy(2)
+    odd = replace(evidence.training[1], batches=("batch 0", "another", "batch 2"))
+    found = verdict(PARITY, replace(evidence, training=(evidence.training[0], odd)))
+    assert (found.status, found.reason) == (
+        "error",
+        "batch(1) on rank 1 differs from the reference's; make batch(step) depend on step only",
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "status"),
+    [
+        ("float64", 1e-8, "failed"),
+        ("float64", 1e-10, "passed"),
+        ("float32", 1e-4, "failed"),
+        ("float32", 1e-6, "passed"),
+        ("float16", 1e-2, "failed"),
+        ("float16", 1e-3, "passed"),
+        ("bfloat16", 3e-2, "failed"),
+        ("bfloat16", 1e-2, "passed"),
+        ("float8_e4m3fn", 1e-4, "failed"),
+    ],
+)
+def test_the_tolerance_follows_the_dtype(dtype, off, status):
+    evidence = on_ranks(healthy(1), None, lambda rank: tuple(replace(t, dtype=dtype) for t in rank.tensors))
+    inventory = replace(evidence.reference.inventory, tensors=evidence.inventory[0].tensors)
+    evidence = with_reference(evidence, inventory=inventory)
+    curve = tuple(loss * (1 + off) for loss in LOSSES)
+    assert verdict(PARITY, losses(evidence, curve)).status == status
+
+
+def test_the_coarsest_parameter_sets_the_tolerance_not_buffers():
+    # The reference declares the cast, too.
+    curve = tuple(loss * 1.01 for loss in LOSSES)
+    for name, status in ((MIDDLE, "passed"), (COUNTER, "failed")):
+        evidence = change_reference(change(healthy(1), name, dtype="bfloat16"), name, dtype="bfloat16")
+        assert verdict(PARITY, losses(evidence, curve)).status == status
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "status"),
+    [
+        ({}, "failed"),
+        ({PARITY: 0.1}, "passed"),
+        ({"*": 0.1}, "passed"),
+        ({PARITY: 0.001, "*": 0.1}, "failed"),
+        ({PARITY: 0.1, "*": 0.0}, "passed"),
+        ({"params_equal_reference": 0.1}, "failed"),
+    ],
+)
+def test_declared_tolerances(tolerance, status):
+    curve = tuple(loss * 1.05 for loss in LOSSES)
+    assert verdict(PARITY, replace(losses(healthy(1), curve), tolerance=tolerance)).status == status
+
+
+def test_a_declared_tolerance_is_shown():
+    evidence = replace(losses(healthy(1), (4.0, 1.5, 1.25)), tolerance={PARITY: 0.02})
+    assert verdict(PARITY, evidence).findings[0].expected == "2 within 0.02"
+
+
+def test_a_loss_of_zero():
+    assert verdict(PARITY, healthy(losses=(0.0, 0.0, 0.0))).status == "passed"
+    assert verdict(PARITY, losses(healthy(1, losses=(1.0, 0.0, 0.0)), (1.0, 0.5, 0.5))).status == "failed"
+    assert verdict(PARITY, losses(healthy(1, losses=(0.0, 0.0)), (0.0, 1e-6))).status == "failed"
+
+
+@pytest.mark.parametrize(("off", "status"), [(1e-6, "passed"), (1e-4, "failed")])
+def test_the_error_of_a_loss_near_zero_is_relative_to_the_largest_loss(off, status):
+    for curve in ((2.0, 0.5, 1e-9), (-0.25, 0.0, 2.0), (-2.0, -1.0, 0.0)):
+        evidence = healthy(1, losses=curve)
+        assert verdict(PARITY, losses(evidence, tuple(loss + off for loss in curve))).status == status
+
+
+@pytest.mark.parametrize("name", [MIDDLE, EMBEDDING])
+def test_losses_that_an_earlier_check_explains_are_not_reported_again(name):
+    evidence = differ(losses(healthy(), (2.5, 2.5, 2.5), (2.5, 2.5, 2.5)), name)
+    found = verdict(PARITY, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == (
+        "the losses differ (step 0: 2.500000, but should be 2.000000, relative error 0.25), which the findings of "
+        "params_equal_reference explain; fix those first"
+    )
+    assert found.unjudged == {"params_equal_reference": (name,)}
+
+
+def test_several_explanations_are_named_in_the_order_of_the_model():
+    evidence = differ(losses(healthy(), (2.5, 2.5, 2.5), (2.5, 2.5, 2.5)), MIDDLE)
+    evidence = change(differ(evidence, COUNTER), EMBEDDING, dtype="float64")
+    found = verdict(PARITY, evidence)
+    assert "dtypes_match_reference, params_equal_reference, buffers_equal_reference explain" in found.reason
+
+
+def test_equal_losses_pass_whatever_else_is_wrong():
+    assert verdict(PARITY, differ(healthy(), MIDDLE)).status == "passed"
+
+
+def test_a_parameter_that_only_the_loader_freezes_explains_the_losses():
+    evidence = losses(change(healthy(1), MIDDLE, requires_grad=False), (2.0, 1.75, 1.5))
+    found = verdict(PARITY, evidence)
+    assert (found.status, found.reason) == (
+        "skipped",
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12), which the findings of "
+        "requires_grad_matches_reference explain; fix those first",
+    )
+    # If both sides freeze it, nothing explains the losses.
+    evidence = change_reference(evidence, MIDDLE, requires_grad=False)
+    evidence = trained(evidence, optimizer=None)
+    assert verdict(PARITY, evidence).status == "failed"

@@ -1,0 +1,643 @@
+"""params_equal_reference, buffers_equal_reference and frozen_weights_equal_verifier on hand-made evidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.evidence import Measure
+from tests.checks.evidence_factory import (
+    COUNTER,
+    EMBEDDING,
+    FROZEN,
+    MIDDLE,
+    ROTARY,
+    add,
+    change,
+    change_reference,
+    declare,
+    differ,
+    drop,
+    findings_of,
+    from_checkpoint,
+    healthy,
+    left_out,
+    parameter,
+    place,
+    undeclared,
+    verdict,
+    with_reference,
+)
+
+PARAMS, BUFFERS, VERIFIER = "params_equal_reference", "buffers_equal_reference", "frozen_weights_equal_verifier"
+ONE = "1 of {} elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+ALL_OF = "all elements of rank {}'s shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+IN_PART = "a part of it is right: rows, heads or experts were reordered, transposed or left out"
+NOT_LOADED = (
+    "the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, or was "
+    "initialised again after loading"
+)
+ODD_IN_PART = (
+    "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, computed "
+    "or rounded differently from the other ranks"
+)
+ZEROS = (
+    "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
+    "was not loaded after that"
+)
+ODD_RANKS = "these ranks read the slice of another rank, or only the others received the weight"
+
+
+def reshaped(evidence, name, shape):
+    """Give a whole tensor another shape, also in the reference."""
+    regions = tuple(((0, size),) for size in shape)
+    evidence = change(evidence, name, shape=shape, local_shape=shape, regions=regions)
+    return change_reference(evidence, name, shape=shape)
+
+
+def shapes(problem: str, should_be: str) -> dict:
+    """The facts of a comparison with a slice of another shape, which compares no elements."""
+    return {"elements": 0, "differing": 0, "problem": problem, "should_be": should_be}
+
+
+def test_a_parameter_that_differs_everywhere():
+    found = verdict(PARAMS, differ(healthy(), MIDDLE, differing=12))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "values that differ from the reference's slice", "", ALL_OF.format(0))
+    ]
+    assert found.findings[0].cause == NOT_LOADED
+    assert found.findings[0].remedy == (
+        "load by name and fail on missing and unexpected keys; initialise before loading, never after"
+    )
+
+
+def test_a_parameter_that_differs_in_part():
+    found = verdict(PARAMS, differ(healthy(), MIDDLE))
+    assert findings_of(found) == [
+        (MIDDLE, (0, 1), "values that differ from the reference's slice", "", ONE.format(12, 0))
+    ]
+    assert found.findings[0].cause == IN_PART
+    assert found.findings[0].remedy == (
+        "compare the order of the parts in the checkpoint with the order that the module expects"
+    )
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "cause"),
+    [
+        ((36, 36), NOT_LOADED),
+        ((35, 35), IN_PART),
+        ((40, 40), NOT_LOADED),
+        ((35, 36), NOT_LOADED),
+        ((1, 35), IN_PART),
+        ((0, 35), ODD_RANKS),
+    ],
+)
+def test_what_differs_nearly_everywhere_was_not_loaded(by_rank, cause):
+    evidence = healthy(2, parameters={MIDDLE: (8, 10)})
+    for rank, differing in enumerate(by_rank):
+        if differing:
+            evidence = differ(evidence, MIDDLE, [rank], differing=differing)
+    assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("shape", "differing", "cause"),
+    [
+        ((), 1, NOT_LOADED),
+        ((1,), 1, NOT_LOADED),
+        ((4,), 1, NOT_LOADED),  # a norm that starts as ones may have some elements right
+        ((1, 1), 1, NOT_LOADED),
+        ((2, 2), 1, IN_PART),
+        ((2, 2, 2), 4, IN_PART),
+    ],
+)
+def test_scalars_and_vectors_may_be_right_in_part_by_chance(shape, differing, cause):
+    evidence = place(healthy(1, parameters={"one.weight": shape or (1,)}), "one.weight", {}, shape=shape)
+    evidence = differ(evidence, "one.weight", differing=differing)
+    assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("shape", "differing", "index", "transposed"),
+    [
+        ((8, 8), 28, (0, 1), True),  # on each of two ranks, half of 64 without half of the diagonal
+        ((8, 8), 28, (0, 0), False),
+        ((8, 8), 27, (0, 1), False),
+        ((4, 16), 28, (0, 1), False),
+        ((2, 4, 4), 12, (0, 0, 1), True),  # a stack of two, one on each rank
+        ((2, 4, 4), 12, (0, 1, 1), False),
+    ],
+)
+def test_a_square_matrix_that_is_transposed(shape, differing, index, transposed):
+    evidence = differ(healthy(2, parameters={MIDDLE: shape}), MIDDLE, differing=differing, index=index)
+    [finding] = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith("it is transposed: ") is transposed
+
+
+def measured(evidence, name, rank, actual, reference, apart=1.0, **facts):
+    """Let a tensor differ on one rank, with these norms of it, of the reference and of the difference."""
+    measure = Measure(actual=actual, truth=reference, apart=apart, dot=0.0, elements=12)
+    return differ(evidence, name, [rank], measure=measure, **{"differing": 12, **facts})
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "cause"),
+    [
+        (((5.0, 5.0, 4.0), (7.0, 7.0, 4.0)), "it has the right values in another order: "),
+        (((5.0, 7.0, 4.0), (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
+        (((5.0, 7.1, 4.0), (7.1, 5.1, 4.0)), "the weight was not loaded"),
+        (
+            ((5.0, 5.0, 1e-3), (7.0, 7.0, 1e-3)),
+            "the weight was not loaded",
+        ),  # a distance this small is rounding, or a row
+        (((0.0, 0.0, 0.0), (7.0, 0.0, 7.0)), "the weight was not loaded"),
+        (((5.0, math.nan, math.nan), (7.0, 7.0, 4.0)), "the weight was not loaded"),
+        ((None, (7.0, 7.0, 4.0)), "it has the right values in another order: "),
+        ((None, (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
+    ],
+)
+def test_equal_norms_reveal_values_in_another_order(by_rank, cause):
+    evidence = healthy(2)
+    for rank, lengths in enumerate(by_rank):
+        if lengths is not None:
+            evidence = measured(evidence, MIDDLE, rank, *lengths)
+    assert {finding.cause[: len(cause)] for finding in verdict(PARAMS, evidence).findings} == {cause}
+
+
+@pytest.mark.parametrize(
+    ("factors", "elements", "cause"),
+    [
+        ((2.0, 2.0), 12, "it is 2 times the expected value: a scale was applied"),
+        ((0.5, 0.5), 12, "it is 1/2 times the expected value: a scale was applied"),
+        ((1.37, 1.37), 12, "it is 1.37 times the expected value: a scale was applied"),
+        ((2.0, 3.0), 12, "the weight was not loaded"),
+        ((2.0, None), 12, "these ranks "),
+        ((2.0, 2.0), 2, "the weight was not loaded"),
+    ],
+)
+def test_a_multiple_of_the_reference_is_reported_with_its_factor(factors, elements, cause):
+    evidence = healthy(2)
+    for rank, factor in enumerate(factors):
+        if factor is not None:
+            lengths = Measure(5 * factor, 5.0, 5 * abs(factor - 1), dot=25 * factor, elements=elements)
+            evidence = differ(evidence, MIDDLE, [rank], measure=lengths, elements=elements, differing=elements)
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith(cause)
+
+
+VALUES = (0.3, -1.2, 0.8, 2.0, -0.5, 1.1, 0.0, -0.7, 0.9, 1.6, -2.1, 0.4)
+
+
+def compared(actual, reference):
+    """Return the facts of a comparison of these elements with the reference's."""
+    pairs = list(zip(actual, reference, strict=True))
+    differences = [abs(a - b) for a, b in pairs]
+    norms = [math.hypot(*numbers) for numbers in (actual, reference, differences)]
+    measure = Measure(*norms, dot=math.fsum(a * b for a, b in pairs), elements=len(pairs))
+    facts = {"elements": len(pairs), "differing": sum(map(bool, differences)), "max_abs": max(differences)}
+    return {**facts, "actual": actual[0], "expected": reference[0], "measure": measure}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda number: number + 1, "every element is 1 more than expected: some implementations"),
+        (lambda number: number - 0.25, "every element is 0.25 less than expected: a constant was added"),
+        (lambda number: number + 1e-9, "the weight was not loaded"),  # less than the rounding of float32
+        (lambda number: number + (1 if number < 1 else 1.1), "the weight was not loaded"),
+        (lambda number: number + (number < 1), "a part of it is right"),
+        (lambda number: math.inf if number == 2 else number + 1, "the weight was not loaded"),
+    ],
+)
+def test_a_constant_added_to_every_element_is_reported(change, cause):
+    evidence = healthy(2, parameters={MIDDLE: (12, 2)})
+    for rank in range(2):
+        evidence = differ(evidence, MIDDLE, [rank], **compared([*map(change, VALUES)], VALUES))
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.cause.startswith(cause)
+
+
+@pytest.mark.parametrize("reference", [(1.0,) * 12, VALUES[:2]], ids=["initial norm", "too few elements"])
+def test_a_difference_that_any_initialisation_could_have_is_not_called_a_shift(reference):
+    evidence = healthy(1, parameters={MIDDLE: (12,)})
+    actual = [number + 0.5 for number in reference]
+    evidence = differ(evidence, MIDDLE, **compared(actual, reference))
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert "than expected" not in finding.cause
+
+
+def test_shifts_that_differ_between_ranks_are_not_called_a_shift():
+    evidence = healthy(2, parameters={MIDDLE: (12, 2)})
+    for rank, shift in enumerate((1.0, 2.0)):
+        evidence = differ(evidence, MIDDLE, [rank], **compared([number + shift for number in VALUES], VALUES))
+    assert not any("than expected" in finding.cause for finding in verdict(PARAMS, evidence).findings)
+
+
+def test_two_swapped_tensors_are_recognised():
+    evidence = healthy(1)
+    for name, actual, reference in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):
+        evidence = measured(evidence, name, 0, actual, reference, elements=12)
+    found = verdict(PARAMS, evidence).findings
+    assert [(f.tensor, f.detail.rpartition("; ")[2]) for f in found] == [
+        (EMBEDDING, f"these are the values of {MIDDLE}"),
+        (MIDDLE, f"these are the values of {EMBEDDING}"),
+    ]
+    assert {finding.cause.split(":")[0] for finding in found} == {"it holds the values of another tensor"}
+    # Tensors that are wrong on different ranks were not swapped.
+    evidence = measured(healthy(2), MIDDLE, 0, 5.0, 7.0, elements=12)
+    evidence = measured(evidence, EMBEDDING, 1, 7.0, 5.0, elements=12)
+    assert not [f for f in verdict(PARAMS, evidence).findings if f.cause.startswith("it holds the values of")]
+
+
+def test_buffers_may_be_right_in_part_by_chance():
+    # The first row of a cosine table is ones with any settings.
+    evidence = differ(reshaped(healthy(), ROTARY, (8, 4)), ROTARY, differing=1)
+    assert [finding.cause for finding in verdict(BUFFERS, evidence).findings] == [
+        "the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype"
+    ]
+
+
+def test_one_differing_rank():
+    found = verdict(PARAMS, differ(healthy(), EMBEDDING, [1], differing=16))
+    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(EMBEDDING, (1,))]
+    assert found.findings[0].cause == ODD_RANKS
+    assert found.findings[0].remedy == (
+        "take the offset from the DTensor's own mesh coordinate, and load on every rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "evidence", "name"),
+    [
+        (PARAMS, declare(place(healthy(), EMBEDDING, {}), unsharded=(EMBEDDING,)), EMBEDDING),
+        (PARAMS, healthy(mesh={"dp_replicate": 2, "dp_shard": 1}), EMBEDDING),
+        (BUFFERS, healthy(), ROTARY),
+        (VERIFIER, healthy(mesh={"dp_replicate": 2, "dp_shard": 1}), FROZEN),
+    ],
+    ids=["plain", "replicated", "buffer", "frozen"],
+)
+def test_one_differing_replica_is_reported_by_replicas_equal(check, evidence, name):
+    evidence = change(differ(evidence, name, [1]), name, [1], digest="other bits")
+    evidence = differ(evidence, name, [1], observed="verifier")
+    found = verdict(check, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out("replicas_equal", name))
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
+@pytest.mark.parametrize(
+    ("by_rank", "rounded"),
+    [
+        ([("bfloat16", True), ("bfloat16", True)], "bfloat16"),
+        ([("float16", True), ("float16", True)], "float16"),
+        ([("bfloat16", True), ("bfloat16", False)], "bfloat16"),
+        ([("bfloat16", False), ("bfloat16", False)], ""),  # one value, such as 1 beside 1.001
+        ([("bfloat16", True), ("", False)], ""),
+        ([("bfloat16", True), ("float16", True)], ""),
+    ],
+)
+def test_values_rounded_through_a_smaller_dtype(check, name, by_rank, rounded):
+    evidence = healthy()
+    for rank, (dtype, varied) in enumerate(by_rank):
+        evidence = differ(evidence, name, [rank], max_rel=2.0**-8, rounded=dtype, varied=varied)
+    (finding,) = verdict(check, evidence).findings
+    assert finding.cause.removeprefix("it was rounded through ") == rounded or not rounded
+    assert (finding.remedy == "read and compute it in float32 throughout") == bool(rounded)
+
+
+def test_one_rank_that_rounds_is_recognised():
+    (finding,) = verdict(PARAMS, differ(healthy(), MIDDLE, [1], rounded="bfloat16", varied=True)).findings
+    assert (finding.ranks, finding.cause) == ((1,), "it was rounded through bfloat16")
+
+
+def test_empty_shards_do_not_make_other_ranks_exceptions():
+    evidence = healthy(4)
+    assert evidence.values[3][1].elements == 0
+    for differing, cause in ((8, NOT_LOADED), (1, IN_PART)):
+        found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1, 2], differing=differing))
+        assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0, 1, 2), cause)]
+    for differing, cause in ((8, ODD_RANKS), (1, ODD_IN_PART)):
+        found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1], differing=differing))
+        assert [finding.cause for finding in found.findings] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("differing", "lengths", "cause"),
+    [
+        (12, (5.0, 5.1, 0.1), ODD_IN_PART),  # all elements, by little
+        (12, (5.0, 5.1, 7.0), ODD_RANKS),
+        (12, (math.nan, 5.0, math.nan), ODD_RANKS),
+        (3, (5.0, 5.1, 3.0), ODD_IN_PART),
+        (12, (0.0, 5.0, 5.0), ZEROS),
+        (12, (1.0, 0.0, 1.0), ODD_RANKS),
+    ],
+)
+def test_the_values_of_one_differing_rank_determine_the_cause(differing, lengths, cause):
+    found = verdict(PARAMS, measured(healthy(), MIDDLE, 1, *lengths, differing=differing, max_rel=1.0))
+    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), cause)]
+
+
+def test_a_whole_tensor_that_differs_on_one_rank_is_not_a_slice():
+    whole = change(place(healthy(), EMBEDDING, {}), EMBEDDING, digest=None)  # so that replicas_equal is silent
+    for lengths in ((5.0, 5.1, 7.0), (0.0, 5.0, 5.0), (5.0, 5.0, 4.0)):
+        found = verdict(PARAMS, measured(declare(whole, unsharded=(EMBEDDING,)), EMBEDDING, 1, *lengths))
+        (finding,) = found.findings
+        assert "slice of another rank" not in finding.cause
+        assert "mesh coordinate" not in finding.remedy
+
+
+def test_zeros_where_the_reference_has_none():
+    everywhere = healthy()
+    for rank in (0, 1):
+        everywhere = measured(everywhere, MIDDLE, rank, 0.0, 5.0, 5.0)
+    (finding,) = verdict(PARAMS, everywhere).findings
+    assert (finding.ranks, finding.cause, finding.remedy.split(" and ")[0]) == ((0, 1), ZEROS, "load by name")
+    # Wrong values on other ranks are a finding of their own, with the cause for all ranks.
+    mixed = measured(differ(healthy(), MIDDLE, differing=12), MIDDLE, 1, 0.0, 5.0, 5.0)
+    found = verdict(PARAMS, mixed).findings
+    assert [(f.ranks, f.cause) for f in found] == [((0,), NOT_LOADED), ((1,), ZEROS)]
+
+
+def test_a_whole_tensor_is_not_called_a_slice():
+    found = verdict(BUFFERS, differ(healthy(), ROTARY))
+    detail = "1 of 2 elements of rank 0's tensor differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+    assert findings_of(found) == [(ROTARY, (0, 1), "values that differ from the reference", "", detail)]
+    whole = declare(place(healthy(), MIDDLE, {}), unsharded=(MIDDLE,))
+    assert verdict(PARAMS, differ(whole, MIDDLE)).findings[0].actual == "values that differ from the reference"
+
+
+def test_the_worst_rank_is_shown():
+    evidence = differ(healthy(), MIDDLE)
+    evidence = differ(evidence, MIDDLE, [1], differing=12, max_abs=3.0, index=(3, 1), expected=-1.0, actual=2.0)
+    (finding,) = verdict(PARAMS, evidence).findings
+    assert finding.detail == (
+        "all elements of rank 1's shard differ, first at [3, 1]: 2, but should be -1; largest difference 3"
+    )
+
+
+def test_nan_beside_a_number():
+    evidence = differ(healthy(), MIDDLE, max_abs=math.inf, max_rel=math.inf, actual=math.nan)
+    assert verdict(PARAMS, evidence).findings[0].detail == (
+        "1 of 12 elements of rank 0's shard differ, first at [0, 0]: nan, but should be 2; largest difference inf"
+    )
+
+
+def test_a_scalar_has_no_index():
+    evidence = differ(healthy(), COUNTER, index=(), actual=3.0, expected=7.0)
+    assert findings_of(verdict(BUFFERS, evidence)) == [
+        (COUNTER, (0, 1), "values that differ from the reference", "", "3 on rank 0, but should be 7")
+    ]
+
+
+@pytest.mark.parametrize("name", [MIDDLE, ROTARY])
+def test_another_shape_is_reported_by_shapes_match_reference(name):
+    wrong = shapes("shape (9, 4)", "(6, 4), as in the reference")
+    evidence = differ(change(healthy(), name, shape=(9, 4)), name, **wrong)
+    found = verdict(PARAMS if name == MIDDLE else BUFFERS, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out("shapes_match_reference", name))
+
+
+def test_another_local_shape_is_reported_by_shards_tile_the_tensor():
+    wrong = shapes("local shape (3, 4)", "(2, 4), as its placements imply")
+    evidence = differ(change(healthy(4), MIDDLE, [0, 1], local_shape=(3, 4)), MIDDLE, [0, 1], **wrong)
+    found = verdict(PARAMS, evidence)
+    assert (found.status, found.reason) == ("skipped", left_out("shards_tile_the_tensor", MIDDLE))
+
+
+def test_another_shape_and_other_values_are_two_findings():
+    wrong = shapes("shape (9, 4)", "(8, 4), as in the verifier")
+    evidence = differ(differ(healthy(4), FROZEN, observed="verifier"), FROZEN, [2], observed="verifier", **wrong)
+    found = verdict(VERIFIER, evidence)
+    assert [(finding.ranks, finding.actual, finding.expected) for finding in found.findings] == [
+        ((0, 1, 3), "values that differ from the verifier", ""),
+        ((2,), "shape (9, 4)", "(8, 4), as in the verifier"),
+    ]
+    assert found.findings[0].cause == IN_PART  # all ranks whose values were compared are wrong
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rel", "cast", "status"),
+    [
+        ("bfloat16", 2.0**-7, True, "passed"),
+        ("bfloat16", 2.0**-6, True, "failed"),
+        ("bfloat16", 2.0**-9, False, "failed"),
+        ("float16", 2.0**-10, True, "passed"),
+        ("float16", 2.0**-7, True, "failed"),
+        ("float32", 2.0**-23, True, "passed"),
+        ("float32", 2.0**-9, True, "failed"),
+        ("float8_e4m3fn", 2.0**-3, True, "passed"),
+        ("int64", 2.0**-30, True, "failed"),
+    ],
+)
+def test_only_a_cast_may_round_and_only_by_one_unit(dtype, rel, cast, status):
+    evidence = differ(change(healthy(), MIDDLE, dtype=dtype), MIDDLE, cast=cast, max_rel=rel)
+    assert verdict(PARAMS, evidence).status == status
+
+
+def test_a_cast_does_not_excuse_another_shape():
+    evidence = differ(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, cast=True, max_rel=0.0, problem="shape ()")
+    assert [finding.actual for finding in verdict(PARAMS, evidence).findings] == ["shape ()"]
+
+
+@pytest.mark.parametrize(
+    ("check", "own", "others"), [(PARAMS, MIDDLE, [ROTARY, FROZEN]), (BUFFERS, ROTARY, [MIDDLE, FROZEN])]
+)
+def test_each_tensor_is_judged_by_one_check(check, own, others):
+    evidence = healthy()
+    for name in (own, *others):
+        evidence = differ(evidence, name)
+    assert [finding.tensor for finding in verdict(check, evidence).findings] == [own]
+
+
+@pytest.mark.parametrize(
+    ("check", "already_failed"), [(PARAMS, ROTARY), (PARAMS, FROZEN), (BUFFERS, MIDDLE), (VERIFIER, MIDDLE)]
+)
+def test_a_tensor_that_another_check_judges_is_not_left_out_here(check, already_failed):
+    evidence = change(differ(healthy(), already_failed), already_failed, nan=1, poisoned=1)
+    assert verdict("no_uninitialized_memory", evidence).status == "failed"
+    found = verdict(check, evidence)
+    assert (found.status, found.unjudged) == ("passed", {})
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY), (VERIFIER, FROZEN)])
+def test_tensors_that_already_failed_are_not_judged_again(check, name):
+    evidence = change(differ(healthy(), name), name, nan=1, poisoned=1)
+    found = verdict(check, evidence)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason == left_out("no_uninitialized_memory", name)
+
+
+@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY), (VERIFIER, FROZEN)])
+def test_a_missing_tensor_is_reported_by_names_match_reference(check, name):
+    found = verdict(check, drop(healthy(), name))
+    assert (found.status, found.findings) == ("passed", ())
+    assert [finding.tensor for finding in verdict("names_match_reference", drop(healthy(), name)).findings] == [name]
+
+
+def test_an_extra_tensor_is_left_to_names_match_reference():
+    found = verdict(PARAMS, add(healthy(), parameter("extra")))
+    assert (found.status, found.reason) == ("skipped", left_out("names_match_reference", "extra"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"unstable": (MIDDLE,)},
+            "the reference is not reproducible: it has other bits each time it is built (layers.0.weight); "
+            "make it build the same model every time",
+        ),
+        (
+            {"unstable": (MIDDLE, EMBEDDING)},
+            "the reference is not reproducible: it has other bits each time it is built (embed.weight and 1 "
+            "more); make it build the same model every time",
+        ),
+        (
+            {"uninitialised": (MIDDLE,)},
+            "the reference is not reproducible: it never writes the tensor (layers.0.weight); "
+            "make it build the same model every time",
+        ),
+    ],
+)
+def test_an_unstable_reference_is_an_error(facts, reason):
+    found = verdict(PARAMS, with_reference(differ(healthy(), MIDDLE), **facts))
+    assert (found.status, found.reason, found.findings) == ("error", reason, ())
+
+
+def test_an_unstable_tensor_does_not_hide_findings_of_others():
+    found = verdict(PARAMS, with_reference(differ(healthy(), EMBEDDING), unstable=(MIDDLE,)))
+    assert found.status == "failed"
+    assert [finding.tensor for finding in found.findings] == [EMBEDDING]
+    assert found.reason.startswith("the reference is not reproducible")
+
+
+def test_a_tensor_that_another_check_judges_may_be_unstable():
+    evidence = with_reference(healthy(), unstable=(ROTARY,))
+    assert verdict(PARAMS, evidence).status == "passed"
+    assert verdict(BUFFERS, evidence).status == "error"
+
+
+def test_a_checkpoint_has_no_non_persistent_buffers():
+    found = verdict(BUFFERS, from_checkpoint(healthy()))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "a checkpoint does not contain non-persistent buffers (1 here, first: rotary.inv_freq), so their values cannot "
+        "be compared; declare Subject(reference=<callable>)",
+    )
+    assert verdict(PARAMS, from_checkpoint(healthy())).status == "passed"
+
+
+def test_a_checkpoint_has_persistent_buffers():
+    found = verdict(BUFFERS, differ(from_checkpoint(healthy()), COUNTER))
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [COUNTER])
+
+
+def test_a_checkpoint_suffices_for_a_model_without_non_persistent_buffers():
+    evidence = from_checkpoint(drop(healthy(), ROTARY))
+    assert verdict(BUFFERS, evidence).status == "passed"
+
+
+def test_a_frozen_weight_that_differs_from_the_verifier():
+    found = verdict(VERIFIER, differ(healthy(), FROZEN, observed="verifier", differing=8))
+    assert findings_of(found) == [(FROZEN, (0, 1), "values that differ from the verifier", "", ALL_OF.format(0))]
+    assert found.findings[0].cause == "it was initialised again after loading, or never loaded"
+
+
+def test_a_mapped_name_is_shown_as_in_the_verifier():
+    evidence = declare(differ(healthy(), FROZEN, observed="verifier"), frozen={FROZEN: "lm_head.weight"})
+    assert findings_of(verdict(VERIFIER, evidence)) == [
+        (FROZEN, (0, 1), "values that differ from the verifier's lm_head.weight", "", ONE.format(8, 0))
+    ]
+    wrong = shapes("shape (4, 2)", "(4, 4), as in the reference")
+    assert findings_of(verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong))) == [
+        (FROZEN, (0, 1), "shape (4, 2)", "(4, 4), as in the reference", "")
+    ]
+
+
+def test_a_frozen_weight_has_the_inferred_cause():
+    evidence = differ(healthy(4), FROZEN, [2], observed="verifier", differing=4)
+    assert [finding.cause for finding in verdict(VERIFIER, evidence).findings] == [ODD_RANKS]
+    assert [f.cause for f in verdict(VERIFIER, differ(healthy(), FROZEN, observed="verifier")).findings] == [IN_PART]
+    wrong = shapes("shape (4, 2)", "(4, 4), as in the reference")
+    evidence = differ(healthy(), FROZEN, observed="verifier", **wrong)
+    assert verdict(VERIFIER, evidence).findings[0].cause == (
+        "the verifier is another model, has the tensor under another name, or has a vocabulary of another size"
+    )
+
+
+def test_a_part_whose_size_contradicts_its_adapter_is_not_blamed_on_the_verifier():
+    evidence = change(healthy(), FROZEN, [0, 1], sharded_by="hand")
+    wrong = shapes("local shape (2,)", "(16, 8), as hand says")
+    finding = verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong)).findings[0]
+    assert finding.cause == "the adapter describes another part of the tensor than the rank holds"
+    assert finding.remedy == "compare the start, ranges and shape of the Part with the part that the rank holds"
+
+
+def test_a_frozen_buffer_is_compared_with_the_verifier():
+    evidence = declare(healthy(), frozen={ROTARY: ROTARY})
+    taken = tuple(tuple(c for c in rank if c.name == ROTARY) for rank in evidence.values)
+    evidence = differ(replace(evidence, verifier=taken), ROTARY, observed="verifier")
+    assert [finding.tensor for finding in verdict(VERIFIER, evidence).findings] == [ROTARY]
+    assert verdict(BUFFERS, differ(evidence, ROTARY)).status == "passed"
+
+
+def test_a_frozen_weight_of_the_reference_that_is_not_declared_is_still_judged():
+    # The author declared another tensor, so only that one was compared with the verifier.
+    evidence = declare(healthy(), frozen={MIDDLE: MIDDLE})
+    taken = tuple(tuple(c for c in rank if c.name == MIDDLE) for rank in evidence.values)
+    evidence = differ(replace(evidence, verifier=taken), FROZEN)
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
+    assert verdict(VERIFIER, evidence).status == "passed"
+
+
+def test_frozen_weights_are_compared_with_the_reference_if_the_verifier_was_not_selected():
+    evidence = undeclared(differ(healthy(), FROZEN), "verifier", why="no selected check needs it")
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
+
+
+def test_a_declared_verifier_is_not_replaced_by_the_reference():
+    evidence = declare(differ(healthy(), FROZEN), frozen={FROZEN: FROZEN})
+    evidence = undeclared(evidence, "verifier", why="rank 0 was killed", error=True)
+    evidence = replace(evidence, subject=replace(evidence.subject, declared=frozenset({"verifier", "reference"})))
+    assert verdict(PARAMS, evidence).status == "passed"
+    assert verdict(VERIFIER, evidence).status == "error"
+
+
+@pytest.mark.parametrize(("own", "status"), [(False, "error"), (True, "passed")])
+def test_an_unstable_reference_does_not_affect_a_declared_verifier(own, status):
+    evidence = with_reference(healthy(), unstable=(FROZEN,))
+    if own:
+        evidence = declare(evidence, declared=evidence.subject.declared | {"verifier"}, frozen={FROZEN: FROZEN})
+    assert verdict(VERIFIER, evidence).status == status
+
+
+def test_an_unstable_tensor_is_named_as_in_the_reference():
+    evidence = with_reference(declare(healthy(), frozen={FROZEN: EMBEDDING}), unstable=(EMBEDDING,))
+    found = verdict(VERIFIER, evidence)
+    assert (found.status, f"({EMBEDDING})" in found.reason) == ("error", True)
+
+
+def test_a_vocabulary_of_five_in_a_world_of_four():
+    evidence = healthy(4, parameters={"embed.weight": (5, 2)})
+    assert [rank.tensors[0].local_shape for rank in evidence.inventory] == [(2, 2), (2, 2), (1, 2), (0, 2)]
+    assert verdict(PARAMS, evidence).status == "passed"
+    found = verdict(PARAMS, differ(evidence, "embed.weight", [2], index=(4, 1), differing=2))
+    assert findings_of(found) == [
+        (
+            *("embed.weight", (2,), "values that differ from the reference's slice", ""),
+            "all elements of rank 2's shard differ, first at [4, 1]: 2.5, but should be 2; largest difference 0.5",
+        )
+    ]
+
+
+def test_a_world_of_one():
+    for differing, cause in ((24, NOT_LOADED), (1, IN_PART)):
+        found = verdict(PARAMS, differ(healthy(1), MIDDLE, differing=differing))
+        assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0,), cause)]
+
+
+def test_a_weight_that_the_reference_trains_is_compared_with_its_slice():
+    evidence = differ(change_reference(healthy(), FROZEN, requires_grad=True), FROZEN)
+    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]

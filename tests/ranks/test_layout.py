@@ -1,0 +1,231 @@
+"""Test which indices a rank holds, compared with torch.chunk and with the shards of FSDP2 and DTensor."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_meta.ranks.layout import regions
+from pytest_fsdp_meta.ranks.reference_record import global_index
+from pytest_fsdp_meta.worlds import World, WorldSpec, current
+
+
+def indices(held) -> list[list[int]]:
+    return [[index for start, stop in runs for index in range(start, stop)] for runs in held]
+
+
+def everywhere(shape, shards, mesh):
+    """Return the regions of every coordinate of the mesh."""
+    return [regions(shape, shards, mesh, coordinate) for coordinate in product(*(range(size) for size in mesh))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "mesh", "coordinate", "held"),
+    [
+        ((), (), (), (), ()),
+        ((4, 3), (), (), (), (((0, 4),), ((0, 3),))),
+        ((4, 0), (), (), (), (((0, 4),), ())),
+        ((4, 3), [None], [2], [1], (((0, 4),), ((0, 3),))),
+        ((), [None], [2], [1], ()),
+        ((8,), [(0, 1)], [4], [3], (((6, 8),),)),
+        ((5,), [(0, 1)], [4], [0], (((0, 2),),)),
+        ((5,), [(0, 1)], [4], [2], (((4, 5),),)),
+        ((5,), [(0, 1)], [4], [3], ((),)),
+        ((4, 6), [(0, 1), (1, 1)], [2, 3], [1, 2], (((2, 4),), ((4, 6),))),
+        ((4, 6), [None, (0, 1)], [2, 2], [1, 0], (((0, 2),), ((0, 6),))),
+        ((8,), [(0, 1), (0, 1)], [2, 2], [0, 1], (((2, 4),),)),
+        # FSDP2 over tensor parallelism splits each tensor-parallel half again, so a rank of dp holds two runs.
+        ((8,), [(0, 2), None], [2, 2], [0, 0], (((0, 2), (4, 6)),)),
+        ((8,), [(0, 2), (0, 1)], [2, 2], [0, 1], (((4, 6),),)),
+        ((8,), [(0, 2), (0, 1)], [2, 2], [1, 0], (((2, 4),),)),
+        ((7,), [(0, 2), (0, 1)], [2, 2], [1, 1], (((6, 7),),)),
+        ((3,), [(0, 2), (0, 1)], [2, 2], [1, 1], ((),)),
+        ((8,), [(0, 2)], [1], [0], (((0, 8),),)),
+    ],
+)
+def test_regions_worked_out_by_hand(shape, shards, mesh, coordinate, held):
+    assert regions(shape, shards, mesh, coordinate) == held
+
+
+@given(size=st.integers(0, 40), ranks=st.integers(1, 9))
+def test_an_ordinary_shard_equals_torch_chunk(size, ranks):
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(ranks)] if size else []
+    chunks += [[]] * (ranks - len(chunks))
+    assert [indices(held)[0] for held in everywhere((size,), [(0, 1)], (ranks,))] == chunks
+
+
+@given(size=st.integers(0, 60), dp=st.integers(1, 5), tp=st.integers(1, 5))
+def test_a_strided_shard_is_a_shard_of_the_tensor_parallel_shard(size, dp, tp):
+    def chunk(values: list[int], count: int, index: int) -> list[int]:
+        step = -(-len(values) // count)
+        return values[index * step : (index + 1) * step]
+
+    right_to_left = [
+        chunk(chunk(list(range(size)), tp, column), dp, row) for row, column in product(range(dp), range(tp))
+    ]
+    assert [indices(held)[0] for held in everywhere((size,), [(0, tp), (0, 1)], (dp, tp))] == right_to_left
+
+
+shards = st.one_of(st.none(), st.tuples(st.integers(0, 1), st.just(1)))
+
+
+@given(
+    shape=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    plan=st.lists(st.tuples(st.integers(1, 4), shards), max_size=3),
+)
+def test_the_shards_of_all_ranks_cover_the_tensor_once_per_replica(shape, plan):
+    mesh, assign_devices = [size for size, _ in plan], [shard for _, shard in plan]
+    replicas = prod(size for size, shard in plan if shard is None)
+    seen = [index for held in everywhere(shape, assign_devices, mesh) for index in product(*indices(held))]
+    assert sorted(seen) == sorted(list(product(*map(range, shape))) * replicas)
+
+
+@given(size=st.integers(1, 60), dp=st.integers(1, 5), tp=st.integers(1, 5))
+def test_runs_are_ordered_disjoint_and_not_empty(size, dp, tp):
+    for held in everywhere((size,), [(0, tp), None], (dp, tp)):
+        flat = [edge for run in held[0] for edge in run]
+        assert flat == sorted(set(flat))
+
+
+def test_a_local_index_maps_to_the_global_tensor():
+    held = regions((8, 6), [(0, 2), (1, 1)], (2, 2), (1, 1))
+    assert held == (((2, 4), (6, 8)), ((3, 6),))
+    assert [global_index(held, (row, 0)) for row in range(4)] == [(2, 3), (3, 3), (6, 3), (7, 3)]
+    assert global_index((), ()) == ()
+
+
+WRONGLY_WHOLE = (2, 6) if torch.__version__ < (2, 11) else ()
+"""Rows of column-wise weights whose full_tensor() of torch 2.9 has rows of zeros: some ranks have fewer than others."""
+
+
+def hold_what_torch_holds(shapes):
+    """Shard many layers on a rank; return where ``held_regions`` and the local shard differ, and what was checked."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
+
+    me = current()
+    wrong, seen = [], set()
+
+    def check(case, tensor, whole):
+        local, full = tensor.to_local().detach(), tensor.full_tensor().detach()
+        held = indices(held_regions(tensor))
+        implied = whole
+        for dim, chosen in enumerate(held):
+            implied = implied.index_select(dim, torch.tensor(chosen, dtype=torch.long))
+        if style == "colwise" and rows in WRONGLY_WHOLE:
+            full = whole
+        seen.add((case[0], tuple(str(placement) for placement in tensor.placements)))
+        if not torch.equal(implied, local) or not torch.equal(full, whole):
+            wrong.append((case, me.rank, tuple(tensor.placements), held, local.tolist(), full.tolist()))
+
+    def numbered(*shape):
+        return torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
+
+    for rows, columns in shapes:
+        for style, plan in (("colwise", ColwiseParallel()), ("rowwise", RowwiseParallel()), ("plain", None)):
+            layer = nn.Linear(columns, rows)
+            weight, bias = numbered(rows, columns), numbered(rows)
+            with torch.no_grad():
+                layer.weight.copy_(weight)
+                layer.bias.copy_(bias)
+            model = nn.Sequential(layer)
+            if plan is not None:
+                parallelize_module(model, me.mesh["tp"], {"0": plan})
+            fully_shard(model, mesh=me.mesh["dp"])
+            check((style, rows, columns), layer.weight, weight)
+            check((style, rows, columns), layer.bias, bias)
+    return wrong, seen
+
+
+def test_regions_match_torch_in_a_world_of_four():
+    # With fewer columns than ranks, full_tensor() of a row-wise weight never returns (gloo, torch 2.13).
+    shapes = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 2), (6, 4), (13, 2)]
+    with World(WorldSpec({"dp": 2, "tp": 2}, timeout=15)) as world:
+        answers = world.run(hold_what_torch_holds, shapes)
+    assert [wrong for wrong, _ in answers] == [[], [], [], []]
+    seen = answers[0][1]
+    # The placements that make the comparison worthwhile: strided shards, and FSDP2 over row-wise and plain layers.
+    assert ("colwise", ("_S(0, 2)", "S(0)")) in seen
+    assert ("rowwise", ("S(0)", "S(1)")) in seen
+    assert ("plain", ("S(0)",)) in seen
+
+
+def hold_what_fsdp_holds(sizes):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
+
+    me = current()
+    found = []
+    for size in sizes:
+        model = nn.Embedding(size, 2)
+        whole = torch.arange(2.0 * size).reshape(size, 2)
+        with torch.no_grad():
+            model.weight.copy_(whole)
+        fully_shard(model, mesh=me.mesh)
+        rows = indices(held_regions(model.weight))[0]
+        full = torch.equal(whole, model.weight.full_tensor())
+        found.append((rows, torch.equal(whole[rows], model.weight.to_local()), full))
+    return found
+
+
+def test_uneven_and_empty_shards_of_fully_shard():
+    sizes = [5, 1, 4, 2, 9]
+    with World(WorldSpec({"dp_shard": 4}, timeout=15)) as world:
+        answers = world.run(hold_what_fsdp_holds, sizes)
+    assert all(equal and whole for answer in answers for _, equal, whole in answer)
+    assert [answer[0][0] for answer in answers] == [[0, 1], [2, 3], [4], []]
+    assert [answer[1][0] for answer in answers] == [[0], [], [], []]
+
+
+def hold_what_hsdp_holds():
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
+
+    model = nn.Embedding(5, 2)
+    fully_shard(model, mesh=current().mesh)
+    return indices(held_regions(model.weight))[0], model.weight.to_local().shape[0]
+
+
+def test_hybrid_sharding_has_the_same_regions_on_every_replica():
+    with World(WorldSpec({"dp_replicate": 2, "dp_shard": 2}, timeout=15)) as world:
+        answers = world.run(hold_what_hsdp_holds)
+    assert answers == [([0, 1, 2], 3), ([3, 4], 2), ([0, 1, 2], 3), ([3, 4], 2)]
+
+
+def hold_over_tensor_parallelism(sizes):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
+
+    me = current()
+    found = []
+    for size in sizes:
+        layer = nn.Linear(1, size, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(size).unsqueeze(1))
+        model = parallelize_module(nn.Sequential(layer), me.mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=me.mesh["dp"])
+        found.append((indices(held_regions(layer.weight))[0], layer.weight.to_local().flatten().int().tolist()))
+    return found
+
+
+def test_fsdp_splits_uneven_tensor_parallel_shards():
+    # Reading (_S(0, 2), S(0)) from left to right would give row 6 to rank 4, and nothing to rank 5.
+    with World(WorldSpec({"dp": 3, "tp": 2}, timeout=30)) as world:
+        answers = world.run(hold_over_tensor_parallelism, [7, 49])
+    assert [held for held, _ in (answer[0] for answer in answers)] == [[0, 1], [4], [2, 3], [5], [], [6]]
+    assert all(held == local for answer in answers for held, local in answer)

@@ -1,0 +1,361 @@
+"""Test what observers see of single tensors, mostly without ranks."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
+from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved_rows, movements
+from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
+from pytest_fsdp_meta.evidence import Comparison, Movement
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.ranks.batches import loss_of
+from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.inventory import take_inventory, tensor_facts
+from pytest_fsdp_meta.ranks.optimizers import optimizer_facts, pack_optimizer
+from pytest_fsdp_meta.ranks.reference_record import Record, write_record
+from pytest_fsdp_meta.worlds import CallFailed, current
+from tests.world_help import world_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Return a function that compares a tensor with the record of another."""
+
+    def compare_with(actual: Tensor, expected: Tensor) -> Comparison:
+        write_record(tmp_path / "values.safetensors", [("a", expected)])
+        return compare("a", own_part(actual), Record(tmp_path / "values.safetensors"), "a")
+
+    return compare_with
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([2**60 + 1, -(2**63), 2**63 - 1]),
+        torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64),
+        torch.tensor([2**16 - 1], dtype=torch.uint16),
+        torch.tensor([True, False]),
+        torch.tensor([NAN, INF, -INF, 1.0]),
+        torch.tensor([NAN, 1.0], dtype=torch.bfloat16),
+        torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn),
+        torch.tensor([complex(NAN, 1.0), complex(INF, NAN)]),
+        torch.tensor([1e-300 + 1j], dtype=torch.complex128),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_a_tensor_equals_itself(compared, tensor):
+    assert compared(tensor.clone(), tensor) == Comparison("a", True, elements=tensor.numel())
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "index", "distance"),
+    [
+        (torch.tensor([0, 2**60 + 1]), torch.tensor([0, 2**60]), (1,), 1.0),
+        (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), (0,), 2.0**64),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([2**64 - 2], dtype=torch.uint64), (0,), 1.0),
+        (torch.tensor([True, True]), torch.tensor([True, False]), (1,), 1.0),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), (1,), INF),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e5m2), torch.tensor([1.0, 4.0]).to(torch.float8_e5m2), (1,), 2.0),
+        (torch.tensor([complex(NAN, 1.0)]), torch.tensor([complex(NAN, 3.0)]), (0,), 2.0),
+    ],
+)
+def test_a_difference_in_the_own_dtype_is_found(compared, actual, expected, index, distance):
+    found = compared(actual, expected)
+    assert (found.equal, found.differing, found.index, found.max_abs) == (False, 1, index, distance)
+
+
+LAZY = {
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "negated and conjugated": torch._neg_view(torch.tensor([1 + 2j, 3 - 4j])).conj(),
+}
+
+
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_a_lazy_tensor_equals_its_values(compared, lazy):
+    real = torch.tensor(lazy.tolist())
+    assert (lazy.is_conj() or lazy.is_neg(), real.is_conj() or real.is_neg()) == (True, False)
+    assert digest(local_part(lazy)) == digest(real)
+    facts = tensor_facts("a", "buffer", lazy, persistent=True, attributes=())
+    assert (facts.digest, facts.storage) == (digest(real), f"{lazy.data_ptr()}:(2,)")
+    assert compared(lazy, real).equal
+    assert compared(real, lazy).equal
+    assert not compared(lazy, -real).equal
+
+
+def test_a_tensor_and_its_lazy_conjugate_differ(tmp_path):
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    write_record(tmp_path / "values.safetensors", [("a", plain), ("b", plain.conj())])
+    reference = Record(tmp_path / "values.safetensors")
+    assert [compare(name, own_part(plain.conj()), reference, name).equal for name in ("a", "b")] == [False, True]
+
+
+def test_an_element_of_a_complex_tensor_counts_once(compared):
+    reference = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j])
+    found = compared(reference + torch.tensor([0, 3 + 4j, 3j]), reference)
+    assert (found.elements, found.differing, found.index, found.max_abs) == (3, 2, (1,), 5.0)
+    assert (found.expected, found.actual) == (3.0, 6.0)
+    found = compared(reference + torch.tensor([0, 0, 3j]), reference)
+    assert (found.differing, found.index, found.expected, found.actual) == (1, (2,), 6.0, 9.0)
+
+
+THIRDS = torch.arange(1, 9) / 3
+
+
+@pytest.mark.parametrize(
+    ("actual", "reference", "rounded", "varied"),
+    [
+        (THIRDS.bfloat16().float(), THIRDS, "bfloat16", True),
+        (THIRDS.half().float(), THIRDS, "float16", True),
+        (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "bfloat16", True),
+        (torch.ones(8), torch.full((8,), 1.001), "bfloat16", False),
+        (torch.full((8,), 1.001), torch.ones(8), "", False),
+        (THIRDS * 1.001, THIRDS, "", False),
+        (THIRDS.bfloat16(), THIRDS.half().bfloat16() * 2, "", False),
+        (torch.arange(8), torch.arange(8) + 1, "", False),
+    ],
+)
+def test_rounding_is_recognised_exactly(compared, actual, reference, rounded, varied):
+    found = compared(actual, reference)
+    assert (found.rounded, found.varied) == (rounded, varied)
+
+
+PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_dtypes_are_compared_as_bytes(compared, name):
+    data = torch.arange(4, dtype=torch.uint8)
+    packed = data.view(getattr(torch, name))
+    facts = tensor_facts("a", "buffer", packed, persistent=True, attributes=())
+    assert (facts.dtype, facts.poisoned, facts.digest) == (name, 0, digest(data))
+    assert compared(packed, packed).equal
+    found = compared(packed, data.flip(0).view(packed.dtype))
+    assert (found.differing, found.index, found.max_abs) == (4, (0,), 3.0)
+
+
+def maybe_tied(tie: bool) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=name == "a") for name in "abc"})
+    if tie:
+        model["c"].weight = model["b"].weight
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, SLICE, 2 * SLICE + 7])
+def test_what_is_measured_stays_as_it_is(dtype, size):
+    ours, theirs, before, old = vectors = [(torch.arange(size) % (7 + k)).to(dtype) for k in range(4)]
+    copies = [vector.clone() for vector in vectors]
+    found = measure(ours, theirs, since=(before, old))
+    assert all(torch.equal(*pair) for pair in zip(vectors, copies, strict=True))
+    moved, due = (ours - before).double(), (theirs - old).double()
+    expected = [moved.norm(), due.norm(), (moved - due).norm(), moved.dot(due)]
+    assert [found.actual, found.truth, found.apart, found.dot] == pytest.approx([float(e) for e in expected])
+    assert length(ours) == pytest.approx(float(ours.double().norm()))
+
+
+@pytest.mark.parametrize("model_tied", [True, False])
+@pytest.mark.parametrize("reference_tied", [True, False])
+def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, reference_tied):
+    ours, theirs = maybe_tied(model_tied), maybe_tied(reference_tied)
+    theirs["a"].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [ours["a"].weight, nn.Parameter(torch.ones(1))], "lr": 0.5},
+            {"params": list(dict.fromkeys([ours["b"].weight, ours["c"].weight])), "weight_decay": 0.25},
+        ],
+        betas=(0.5, 0.75),
+    )
+    [packed] = pickle.loads(pack_optimizer(optimizer, ours))
+    rebuilt = packed.rebuild(theirs, [p for p in theirs.parameters() if p.requires_grad])
+    first, second = rebuilt.param_groups
+    assert (type(rebuilt), rebuilt.state) == (torch.optim.AdamW, {})
+    assert [id(p) for p in first["params"]] == [
+        id(theirs["a"].bias)
+    ]  # in no group of the optimizer, and therefore in the first
+    assert [id(p) for p in second["params"]] == list(dict.fromkeys([id(theirs["b"].weight), id(theirs["c"].weight)]))
+    assert (first["lr"], first["betas"], second["weight_decay"]) == (0.5, (0.5, 0.75), 0.25)
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in rebuilt.param_groups]
+    assert hyperparameters == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def test_fingerprints_show_numbers_and_dtypes():
+    assert fingerprint(torch.tensor(3.0)) == "float32 () 3.0"
+    assert fingerprint(torch.tensor(3)) == "int64 () 3"
+    assert fingerprint(torch.tensor(0.5, dtype=torch.bfloat16)) == "bfloat16 () 0.5"
+    assert fingerprint(3.0) == "3.0"
+    hashed = fingerprint(torch.ones(2))
+    assert hashed.startswith("float32 (2,) ")
+    assert hashed != fingerprint(torch.zeros(2))
+
+
+def loaded_into(make, **state):
+    """Return the parameters whose state counts as loaded after this state was set for the first one."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    if state:
+        optimizer.state[model.weight] = state
+    model.bias.requires_grad_(False)
+    return optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)},
+        {"step": 50},
+        {"exp_avg": torch.arange(6.0).view(2, 3)},
+        {"exp_avg": torch.full((2, 3), NAN)},
+    ],
+)
+def test_optimizer_state_that_was_loaded(state):
+    assert loaded_into(torch.optim.AdamW, **state) == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": None}),
+        (torch.optim.Adagrad, {}),
+        (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), {}),
+    ],
+)
+def test_optimizer_state_that_the_constructor_creates(make, state):
+    assert loaded_into(make, **state) == frozenset()
+
+
+def test_state_that_an_optimizer_has_from_its_factory_is_in_the_reference_too():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": torch.tensor(50.0)}
+    assert optimizer_facts(optimizer, Subject(model, optimizer=lambda parameters: optimizer)).loaded == frozenset()
+
+
+def test_an_optimizer_of_named_parameters_is_rebuilt():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    [packed] = pickle.loads(pack_optimizer(optimizer, model))
+    rebuilt = packed.rebuild(model, model.parameters())
+    assert [id(p) for p in rebuilt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (True, "True"),
+        ((1, "a", None), "(1, 'a', None)"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (nn.Linear(1, 1), "a Linear"),
+        (torch.ones(2), "a Tensor"),
+        ([object()], "a list"),
+    ],
+)
+def test_an_attribute_has_the_same_text_in_every_process(value, shown):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.present = value
+    facts = tensor_facts("a", "parameter", parameter, persistent=True, attributes=("present", "missing"))
+    assert facts.attributes == {"present": shown}
+
+
+def wrapped_in_part() -> dict[str, bool]:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), DistributedDataParallel(nn.Linear(2, 2, bias=False)))
+    return {tensor.name: tensor.ddp for tensor in take_inventory(model, 0, "cpu").tensors}
+
+
+def test_parameters_of_ddp_are_marked():
+    with world_of(2) as world:
+        assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
+
+
+def errors_of_losses():
+    """Return where errors of FSDP's forward, of a module's forward and of the loss itself are said to be."""
+    on_meta = fully_shard(nn.Linear(2, 2, device="meta"), mesh=current().mesh)
+    losses = [
+        (on_meta, lambda model, rows: model(torch.ones(1, 2)).sum()),
+        (nn.Linear(2, 2), lambda model, rows: model(torch.ones(1, 3)).sum()),
+        (nn.Linear(2, 2), lambda model: None),
+    ]
+    found = []
+    for model, loss in losses:
+        with pytest.raises(CallFailed) as caught:
+            loss_of(Subject(model, loss=loss), {})
+        found.append((caught.value.where, type(caught.value.__cause__).__name__))
+    return found
+
+
+def test_an_error_of_fsdp_is_not_one_of_the_loss():
+    with world_of(1) as world:
+        assert world.run(errors_of_losses) == [
+            [
+                ("the model's forward", "RuntimeError"),
+                ("Subject(loss=...)", "RuntimeError"),
+                ("Subject(loss=...), called as loss(model, batch)", "TypeError"),
+            ]
+        ]
+
+
+def test_a_row_that_later_steps_take_back_has_moved():
+    model = torch.nn.Linear(2, 2, bias=False)
+    before = copy_shards(model)
+    with torch.no_grad():
+        model.weight[0] += 1
+        after_first_step = moved_rows(model, before)
+        model.weight.copy_(before["weight"])
+
+    def due(name, tensor, part, old):
+        return torch.ones_like(old, dtype=torch.bool)
+
+    assert movements(model, before, due, {}) == (Movement("weight", 2, 2, 0),)
+    assert movements(model, before, due, after_first_step) == (Movement("weight", 2, 1, 1),)
+
+
+def test_what_is_due_is_looked_up_only_where_it_can_matter():
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2, 2)) for name in "abcd"})
+    before, asked = copy_shards(model), []
+    with torch.no_grad():
+        for name in "abd":
+            model[name] += 1
+        model["c"][0] += 1
+
+    def due(name, tensor, part, old):
+        asked.append(name)
+        return torch.full_like(old, name != "a", dtype=torch.bool)
+
+    assert movements(model, before, due, {}) == (
+        Movement("a", 0, 0),
+        Movement("b", 2, 0),
+        Movement("c", 2, 1, 1),
+        Movement("d", 2, 0),
+    )
+    assert asked == ["a", "b", "c"]
+
+
+def missing(batch):
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize(
+    ("loss", "call"),
+    [
+        (lambda batch: 1, ", called as loss(model, batch)"),
+        (lambda batch, model: batch.keys(), ", called as loss(model, batch)"),
+        (lambda model, batch: model(), ""),  # a TypeError in torch, about another call
+        (lambda model, batch: missing(batch), ""),
+    ],
+)
+def test_an_error_about_the_arguments_says_how_the_function_is_called(loss, call):
+    with pytest.raises(CallFailed) as raised:
+        loss_of(Subject(nn.Linear(2, 2), loss=loss), {})
+    assert raised.value.where == f"Subject(loss=...){call}"
