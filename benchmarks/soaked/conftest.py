@@ -20,16 +20,17 @@ def write_log(name: str, *words: object) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        from pytest_fsdp_meta.worlds.leases.device_leases import Leases
+        from pytest_fsdp_meta.worlds import Lease
 
-        acquire = Leases._acquire
+        acquire = Lease.acquire
 
-        def timed(self: Leases, *arguments: Any) -> None:
-            began = time.monotonic()
+        def timed(self: Lease, *arguments: Any) -> None:
+            began, held = time.monotonic(), bool(self._locks)
             acquire(self, *arguments)
-            write_log("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
+            if not held:
+                write_log("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
 
-        Leases._acquire = timed  # type: ignore[method-assign]
+        Lease.acquire = timed  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True, scope="session")

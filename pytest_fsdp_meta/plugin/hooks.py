@@ -48,7 +48,7 @@ def pytest_load_initial_conftests(
 
 def pytest_configure(config: pytest.Config) -> None:
     markers.register(config)
-    xdist_workers.register(config)
+    config.pluginmanager.register(xdist_workers.Controller(), "fsdp_controller")
     config.stash[SESSION] = PluginSession(config)
 
 
