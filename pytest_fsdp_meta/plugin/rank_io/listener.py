@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
+from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender
 from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
 from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
 from pytest_fsdp_meta.text import escape_controls, first_line
@@ -18,7 +18,6 @@ from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
 from pytest_fsdp_meta.worlds.system.messages import DOING
-from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 
 def name_rank(world: ObservedWorld, rank: int) -> str:
@@ -78,12 +77,12 @@ class RankListener(Listener):
 
     def start_debugger(self) -> None:
         """With ``--pdb``, open the debugger on failed ranks from now on."""
-        self._debugger = register_debugger(self._config)
+        self._debugger = Debugger.replacing_pytests(self._config, self._lender)
 
     def finish(self) -> None:
         """Hand over the ranks' coverage after the last item, before pytest-cov saves its data."""
         if self._debugger is not None:
-            self._debugger.close()
+            self._debugger.drop()
         self._coverage.hand_over()
 
     def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
@@ -116,10 +115,10 @@ class RankListener(Listener):
         return self._doing == STARTING
 
     @contextmanager
-    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
+    def lend_terminal(self, world: ObservedWorld, rank: int, pid: int) -> Iterator[None]:
         self._progress.hide()
-        with self._lender.terminal(world, rank) as terminal:
-            yield terminal
+        with self._lender.lend(world, rank, pid):
+            yield
 
     def show(self, item: pytest.Item, when: str, outputs: Iterable[tuple[int, str]]) -> None:
         """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system import output, processes
-from pytest_fsdp_meta.worlds.system.messages import DOING, POST_MORTEM
+from pytest_fsdp_meta.worlds.system.messages import DOING
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 _CURRENT: Rank | None = None
@@ -124,9 +124,9 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         channel.send("ready")
         while True:
             message = channel.receive()
-            if message[0] == POST_MORTEM:
+            if message[0] == debugging.POST_MORTEM:
                 assert _RAISED is not None
-                channel.send(POST_MORTEM, debugging.post_mortem(_RAISED, *message[1:]))
+                debugging.post_mortem(channel, _RAISED, *message[1:])
             else:
                 _answer_call(channel, task, message)
     except BaseException:
