@@ -65,7 +65,7 @@ class Listener:
 
     @contextmanager
     def lend_terminal(self, world: ObservedWorld, rank: int, pid: int) -> Iterator[None]:
-        """Lend the terminal to the rank's process for one prompt of a debugger. Raise ValueError with a reason if not."""
+        """Lend the rank's process the terminal for one prompt of a debugger. Raise ValueError with a reason if not."""
         raise ValueError("this world has no listener that provides one")
         yield
 

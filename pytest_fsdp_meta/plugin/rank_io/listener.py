@@ -46,7 +46,6 @@ class RankListener(Listener):
         self.live = config.getoption("capture", "no") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
         self._warnings = Warnings()
-        self._coverage = coverage.Sum()
         self._debugger: Debugger | None = None
         self._lender = TerminalLender(config)
         self._interruption: WorldError | None = None
@@ -66,7 +65,6 @@ class RankListener(Listener):
             raise
         finally:
             self._progress.hide()
-            self._coverage.collect()
         if errors := self._warnings.raise_collected():
             pytest.fail("\n".join(map(_format_warning, errors)), pytrace=False)
 
@@ -80,17 +78,14 @@ class RankListener(Listener):
         self._debugger = Debugger.replacing_pytests(self._config, self._lender)
 
     def finish(self) -> None:
-        """Hand over the ranks' coverage after the last item, before pytest-cov saves its data."""
+        """Combine the ranks' coverage with pytest's after the last item, before pytest-cov saves its data."""
         if self._debugger is not None:
             self._debugger.drop()
-        self._coverage.hand_over()
+        coverage.combine()
 
     def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
             self._progress.rank_does(rank, what)
-        elif kind == coverage.KIND:
-            source, packed = what
-            self._coverage.add((world, rank, source), packed)
         elif isinstance(what, RankWarning):
             self._warnings.add(world, rank, what)
 
