@@ -18,8 +18,10 @@ def write_log(name: str, *words: object) -> None:
         file.write(" ".join(map(str, words)) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
+        config.add_cleanup(log_open_files)  # first, so that it runs after the plugin has ended all worlds
         from pytest_fsdp_meta.worlds import Lease
 
         acquire = Lease.acquire
@@ -35,14 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _open_files() -> None:
-    """Log the open files before the first test; pytest_unconfigure logs them again after all worlds have ended."""
+    """Log the open files before the first test; they are logged again after all worlds have ended."""
     log_open_files()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        log_open_files()
 
 
 def log_open_files() -> None:

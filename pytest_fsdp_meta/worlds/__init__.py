@@ -4,7 +4,6 @@ This package knows nothing of models, checks or pytest items. ``World`` lives in
 torch. On a rank, ``current()`` returns its number, device and mesh.
 """
 
-from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError
@@ -14,7 +13,15 @@ from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
 from pytest_fsdp_meta.worlds.ray.engine import RayEngine
-from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, choose_simulated, resolve_mesh
+from pytest_fsdp_meta.worlds.spec import (
+    DEFAULT_MESH_DIM,
+    SCOPES,
+    Sources,
+    WorldSpec,
+    choose,
+    choose_simulated,
+    resolve_mesh,
+)
 from pytest_fsdp_meta.worlds.world import World
 
 __all__ = [

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import hang
 from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
-from pytest_fsdp_meta.worlds.engine import Member
+from pytest_fsdp_meta.worlds.engine import Member, Message, receive
 from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
 from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, POST_MORTEM, RETURNING
 from pytest_fsdp_meta.worlds.system import messages
@@ -23,11 +22,6 @@ GRACE_PERIOD = 0.8
 """Seconds that the other ranks have to report their own failure after the first one was reported."""
 UNANIMITY_TIMEOUT = 10.0
 """Seconds that the other ranks have to leave the call with an outcome such as a skip after the first rank did so."""
-POLL_INTERVAL = 0.5
-"""Seconds between two checks for ranks whose exit no pipe signals."""
-
-Message: TypeAlias = tuple[Any, ...]
-"""The kind of the message, then its content."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +150,6 @@ class Conversation:
         flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
         view, states = hang.describe(flights, returned=others), rank_states(found, others, verb)
         return Replies(failures=late + answered, view=view, states=states)
-
-
-def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member, Message | None]]:
-    """Yield the members that have sent a message or ended, each with its message or None.
-
-    Wait for the first of them for at most one poll interval, and not beyond ``deadline`` (of ``time.monotonic``).
-    """
-    handles = [handle for member in members for handle in member.handles]
-    ready = connection.wait(handles, timeout=max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
-    for member in members:
-        if any(handle in ready for handle in member.handles) or member.has_message_or_ended:
-            yield member, member.receive_message()
 
 
 def pack_call(

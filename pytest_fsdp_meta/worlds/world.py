@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds.conversation import Conversation, Message, Replies, pack_call, unpack_results
+from pytest_fsdp_meta.worlds.conversation import Conversation, Replies, pack_call, unpack_results
 from pytest_fsdp_meta.worlds.diagnosis import disk
-from pytest_fsdp_meta.worlds.engine import Engine, Member
+from pytest_fsdp_meta.worlds.engine import Engine, Member, Message
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine

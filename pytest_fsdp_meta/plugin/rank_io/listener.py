@@ -12,11 +12,10 @@ import pytest
 
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender
 from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
-from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
-from pytest_fsdp_meta.text import escape_controls, first_line
+from pytest_fsdp_meta.text import escape_controls, first_line, name_ranks
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
-from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.system.messages import DOING
 
 
@@ -31,6 +30,36 @@ def cursor_column(config: pytest.Config) -> int:
     """Return the column of pytest's own output in its current line; 0 with ``-p no:terminal``."""
     shown = config.pluginmanager.hasplugin("terminalreporter")
     return config.get_terminal_writer().width_of_current_line if shown else 0
+
+
+class Warnings:
+    """The warnings of one item, each once, however many ranks and worlds have raised it.
+
+    They are raised again in the pytest process, where the user's filters and pytest's summary apply.
+    """
+
+    def __init__(self) -> None:
+        self._collected: dict[RankWarning, tuple[set[int], list[str]]] = {}
+        """The ranks that raised each warning, and the labels of worlds of one rank that did."""
+
+    def add(self, world: ObservedWorld, rank: int, warning: RankWarning) -> None:
+        ranks, labels = self._collected.setdefault(warning, (set(), []))
+        if not world.label or world.spec.size > 1:
+            ranks.add(rank)
+        elif world.label not in labels:
+            labels.append(world.label)
+
+    def raise_collected(self) -> list[Warning]:
+        """Raise all warnings again, and return those that the user's filters turn into errors."""
+        collected, self._collected = self._collected, {}
+        errors = []
+        for warning, (ranks, labels) in collected.items():
+            try:
+                reissue(warning, f"on {name_ranks(ranks)}" if ranks else f"in {' and '.join(labels)}")
+            except Warning as error:
+                error.__notes__ = [f"raised at {warning.file}:{warning.line}"]  # type: ignore[attr-defined]
+                errors.append(error)
+        return errors
 
 
 def _format_warning(error: Warning) -> str:
