@@ -93,9 +93,28 @@ class Devices:
         return assign_devices(spec, lease), lease
 
     def resume(self, lease: Lease, item: pytest.Item) -> None:
-        """Take the devices of a reused world again. Waits, and raises, as ``take`` does."""
-        with _ReportedWait(self._config, item) as waiting:
-            lease.acquire(waiting)
+        """Take the devices of a reused world again. Waits, and raises, as ``take`` does.
+
+        A wait is shown in the item's report, and a long one in the terminal at once.
+        """
+        began = time.monotonic()
+        last, report_after = "", LONG
+
+        def report(line: str) -> None:
+            nonlocal last, report_after
+            last, seconds = line, time.monotonic() - began
+            if seconds >= report_after:
+                report_after = 2 * seconds
+                with uncaptured(self._config):
+                    text = f"\n[{self._worker}] {_name_without_parameters(item)}: {line}"
+                    print(text, file=sys.stderr, flush=True)
+
+        try:
+            lease.acquire(report)
+        finally:
+            if last:
+                waited = f"(waited {time.monotonic() - began:.0f} s)"
+                item.add_report_section("setup", "devices", f"{last}\n{waited}")
 
     @contextmanager
     def leased(self, spec: WorldSpec, item: pytest.Item, ranks: int = 0) -> Iterator[WorldSpec]:
@@ -173,35 +192,6 @@ class Controller:
         message = getattr(node, "workeroutput", {}).get(USAGE_ERROR)
         if message:
             raise pytest.UsageError(message)
-
-
-class _ReportedWait:
-    """Reports how long an item waits for devices: in the terminal during a long wait, and in the item's report."""
-
-    def __init__(self, config: pytest.Config, item: pytest.Item) -> None:
-        self._config = config
-        self._item = item
-        self._began = time.monotonic()
-        self._next = self._began + LONG
-        self._line = ""
-
-    def __enter__(self) -> _ReportedWait:
-        return self
-
-    def __call__(self, line: str) -> None:
-        self._line = line
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + (now - self._began)  # the interval doubles
-            with uncaptured(self._config):
-                worker: str = self._config.workerinput["workerid"]  # type: ignore[attr-defined]
-                name = _name_without_parameters(self._item)
-                print(f"\n[{worker}] {name}: {line}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        if self._line:
-            text = f"{self._line}\n(waited {time.monotonic() - self._began:.0f} s)"
-            self._item.add_report_section("setup", "devices", text)
 
 
 def _name_without_parameters(item: pytest.Item) -> str:

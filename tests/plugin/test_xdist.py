@@ -6,6 +6,7 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
+from xdist.scheduler import LoadScheduling
 
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
@@ -79,7 +80,7 @@ def test_worksteal(project: Project) -> None:
 
 
 def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) -> None:
-    scheduling = by_loader(pytester.parseconfig("--tx", "popen", "--dist", "load"), None, built_in())
+    scheduling = by_loader(LoadScheduling, pytester.parseconfig("--tx", "popen"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
