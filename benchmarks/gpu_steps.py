@@ -85,7 +85,7 @@ STEPS = (
         "failing ranks, leases",
         75,
         "ranks that fail, or workers that share GPUs, do so otherwise than on CPUs: see worlds/rank/main.py, "
-        "worlds/leases",
+        "worlds/leases.py",
         (*ON_GPU, "-k", "failing or few_gpus or lease"),
     ),
     Step(

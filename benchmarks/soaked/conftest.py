@@ -18,30 +18,27 @@ def write_log(name: str, *words: object) -> None:
         file.write(" ".join(map(str, words)) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        from pytest_fsdp_meta.worlds.leases.device_leases import Leases
+        config.add_cleanup(log_open_files)  # first, so that it runs after the plugin has ended all worlds
+        from pytest_fsdp_meta.worlds import Lease
 
-        acquire = Leases._acquire
+        acquire = Lease.acquire
 
-        def timed(self: Leases, *arguments: Any) -> None:
-            began = time.monotonic()
+        def timed(self: Lease, *arguments: Any) -> None:
+            began, held = time.monotonic(), bool(self._locks)
             acquire(self, *arguments)
-            write_log("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
+            if not held:
+                write_log("log", "waited", round(time.monotonic() - began, 3), os.getpid(), time.monotonic())
 
-        Leases._acquire = timed  # type: ignore[method-assign]
+        Lease.acquire = timed  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _open_files() -> None:
-    """Log the open files before the first test; pytest_unconfigure logs them again after all worlds have ended."""
+    """Log the open files before the first test; they are logged again after all worlds have ended."""
     log_open_files()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        log_open_files()
 
 
 def log_open_files() -> None:

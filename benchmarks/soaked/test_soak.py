@@ -15,7 +15,7 @@ import pytest
 
 from pytest_fsdp_meta import fsdp_conformance, fsdp_spmd
 from pytest_fsdp_meta.worlds import current
-from pytest_fsdp_meta.worlds.leases.file_lock import FileLock
+from pytest_fsdp_meta.worlds.leases import LockedFile
 
 FOLDER = Path(os.environ["FSDP_SOAK"])
 TESTS: list[dict[str, Any]] = json.loads((FOLDER / "plan.json").read_text())
@@ -28,12 +28,12 @@ def write_log(*words: object) -> None:
 
 
 def my_slot() -> str:
-    """Return the slot of this rank, from the notes that workers write next to their locks."""
-    (run,) = (FOLDER / "tmp").glob("fsdp-run-*")
+    """Return the slot of this rank, from the notes that workers write into the files that they lock."""
+    (run,) = (FOLDER / "pytest").glob("fsdp-run-*")
     held = []
-    for note in sorted(run.glob("slot-[0-9]*.note")):
+    for note in sorted(run.glob("slot-[0-9]*.lock")):
         try:
-            if json.loads(note.read_text())["who"] == os.environ["PYTEST_XDIST_WORKER"]:
+            if json.loads(note.read_text())[0] == os.environ["PYTEST_XDIST_WORKER"]:
                 held.append(note.stem)
         except (OSError, ValueError):
             continue  # another worker is releasing or acquiring it
@@ -43,7 +43,7 @@ def my_slot() -> str:
 @contextmanager
 def slot() -> Iterator[None]:
     name, pid, rank = my_slot(), os.getpid(), current().rank
-    lock = FileLock.attempt(FOLDER / f"used-{name}")
+    lock = LockedFile.attempt(FOLDER / f"used-{name}")
     write_log("in" if lock else "twice", name, pid, time.monotonic(), rank)
     yield
     write_log("out", name, pid, time.monotonic(), rank)

@@ -159,7 +159,7 @@ class FixtureWorlds:
 
     def _release_leases(self) -> None:
         for world, lease in list(self._leases.items()):
-            if world.spec.on_gpus and self._devices.wanted:
+            if world.spec.on_gpus and lease.wanted():
                 world.close()  # an idle world keeps GPU memory, which another worker is waiting for
             lease.release()
             if not world.alive:

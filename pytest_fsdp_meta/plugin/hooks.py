@@ -48,7 +48,7 @@ def pytest_load_initial_conftests(
 
 def pytest_configure(config: pytest.Config) -> None:
     markers.register(config)
-    xdist_workers.register(config)
+    config.pluginmanager.register(xdist_workers.Controller(), "fsdp_controller")
     config.stash[SESSION] = PluginSession(config)
 
 
@@ -170,8 +170,8 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
     return outcomes.repeated_error_status(report)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Generator[None, Any, Any]:
     from pytest_fsdp_meta.plugin import xdist_scheduler  # imports xdist, which need not be installed
 
-    return xdist_scheduler.make_scheduler(config, log, config.stash[SESSION].catalogue)
+    return xdist_scheduler.keep_loaders_together((yield), config, log, config.stash[SESSION].catalogue)

@@ -17,27 +17,22 @@ from xdist.scheduler import (
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.plugin.node_ids import loader_of
 
-DISTRIBUTIONS = {
-    "load": LoadScheduling,
-    "worksteal": WorkStealingScheduling,
-    "loadgroup": LoadGroupScheduling,
-    "loadscope": LoadScopeScheduling,
-    "loadfile": LoadFileScheduling,
-    "each": EachScheduling,
-}
+BY_TEST = (LoadScheduling, WorkStealingScheduling, LoadGroupScheduling)
+BY_SCOPE = (LoadScopeScheduling, LoadFileScheduling)
 
 
-def make_scheduler(config: Any, log: Any, catalogue: Catalogue) -> LoaderScheduling | None:
-    """Return the scheduler for ``--dist``, or None for a distribution that this plugin does not know."""
-    return LoaderScheduling(config, log, catalogue) if config.getoption("dist") in DISTRIBUTIONS else None
+def keep_loaders_together(usual: Any, config: Any, log: Any, catalogue: Catalogue) -> Any:
+    """Return a scheduler that keeps loaders together, or the usual one if this plugin does not know its kind."""
+    is_known = type(usual) in (*BY_TEST, *BY_SCOPE, EachScheduling)
+    return LoaderScheduling(usual, config, log, catalogue) if is_known else usual
 
 
 class LoaderScheduling:
     """Uses xdist's own scheduler until the first worker reports a loader, then one that keeps loaders together."""
 
-    def __init__(self, config: Any, log: Any, catalogue: Catalogue) -> None:
+    def __init__(self, usual: Any, config: Any, log: Any, catalogue: Catalogue) -> None:
         self._config, self._log, self._catalogue = config, log, catalogue
-        self._xdists = DISTRIBUTIONS[config.getoption("dist")](config, log)
+        self._xdists = usual
         self._decided = False
 
     def __getattr__(self, name: str) -> Any:
@@ -47,23 +42,22 @@ class LoaderScheduling:
         if not self._decided:  # the first worker's items decide: xdist requires all workers to collect the same
             self._decided = True
             if any(loader_of(nodeid, self._catalogue) for nodeid in collection):
-                scheduling = by_loader(self._config, self._log, self._catalogue)
+                scheduling = by_loader(type(self._xdists), self._config, self._log, self._catalogue)
                 for known in self._xdists.nodes:
                     scheduling.add_node(known)
                 self._xdists = scheduling
         self._xdists.add_node_collection(node, collection)
 
 
-def by_loader(config: Any, log: Any, catalogue: Catalogue) -> Any:
+def by_loader(kind: type, config: Any, log: Any, catalogue: Catalogue) -> Any:
     """Return a scheduler whose units of work keep each loader on one worker.
 
     Units are classes or files with ``--dist loadscope`` and ``loadfile``; otherwise an xdist group, a loader in one
     world, or a single test.
     """
-    kind = DISTRIBUTIONS[config.getoption("dist")]
     if kind is EachScheduling:
         return _Each(config, log)
-    if kind in (LoadScopeScheduling, LoadFileScheduling):
+    if kind in BY_SCOPE:
         return type("ByScope", (_Recovering, kind), {})(config, log)
 
     class ByLoader(_Recovering, LoadGroupScheduling):  # type: ignore[misc]

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.plugin._pytest_private import uncaptured
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.worlds import (
-    Engine,
-    Lease,
-    LeaseError,
-    Presence,
-    WorkerDevices,
-    WorldSpec,
-    assign_devices,
-    run_folder_of,
-    usable_cores,
-)
+from pytest_fsdp_meta.worlds import Engine, Lease, LeaseError, WorldSpec
+from pytest_fsdp_meta.worlds.leases import PATIENCE, LockedFile, assign_devices, gpu_names, sharing_error
+from pytest_fsdp_meta.worlds.spec import VISIBLE
+from pytest_fsdp_meta.worlds.system import processes
 
-FOLDER = "fsdp_folder"
-"""Key of ``workerinput``: the folder in which the workers of one machine share its devices."""
 USAGE_ERROR = "fsdp_usage_error"
 """Key of ``workeroutput``: a usage error that the controller raises for a worker."""
 LONG = 10.0
@@ -41,16 +38,13 @@ class Devices:
         self._config = config
         self._settings = settings
         self._engine = engine
-        self._sharing: WorkerDevices | None = None
-        self._is_local = settings.engine == "local"
-        """Whether devices are this machine's; a cluster shares out its own."""
+        worker: dict[str, str] = getattr(config, "workerinput", {})
+        self._worker = worker.get("workerid", "")
+        """Empty without pytest-xdist."""
+        self._shares = bool(worker) and settings.engine == "local"
+        """Whether this worker leases devices; a cluster shares out its own."""
+        self._folder: Path | None = None
         self._gpus: int | None = None
-        worker: dict[str, Any] = getattr(config, "workerinput", {})
-        if worker:
-            given = Path(worker.get(FOLDER, ""))
-            # A worker on another machine than the controller shares devices with the workers there.
-            folder = given if given.name and given.parent.is_dir() else run_folder_of(worker["testrunuid"])
-            self._sharing = WorkerDevices(folder, worker["workerid"], settings.slots or usable_cores())
 
     def count_gpus(self) -> int:
         """Return the GPUs that worlds can use, counted once; one worker counts for all of its machine.
@@ -62,16 +56,22 @@ class Devices:
         return self._gpus
 
     def _count_gpus(self) -> int:
-        if not self._is_local:
-            return self._engine.count_gpus()  # connects also for --fsdp-device=cpu, so a missing cluster is reported
-        if self._settings.device in ("cpu", standin.NAME):
-            return 0  # counting takes seconds on a machine with GPUs
-        if self._sharing is None:
+        if self._settings.engine == "local" and self._settings.device in ("cpu", standin.NAME):
+            return 0  # counting takes seconds on a machine with GPUs; a cluster is asked, so a missing one is reported
+        if not self._shares:
             return self._engine.count_gpus()
         try:
-            return self._sharing.count_gpus(self._engine.count_gpus)
+            path = self._path("gpus", os.environ.get(VISIBLE, "all"))
+            while (file := LockedFile.attempt(path)) is None:
+                time.sleep(0.05)  # another worker counts; its attempt has a time limit
         except LeaseError as error:
             raise ValueError(str(error)) from None
+        count = file.left
+        try:
+            count = count or str(self._engine.count_gpus())
+            return int(count)
+        finally:
+            file.release(keep=count)
 
     def take(self, spec: WorldSpec, item: pytest.Item, ranks: int = 0) -> tuple[WorldSpec, Lease | None]:
         """Return the world placed on devices of its own, and the lease to release; no lease where nothing is shared.
@@ -79,16 +79,42 @@ class Devices:
         Waits until the devices are free. Raises LeaseError after a long time in which nothing moves. ``ranks`` is the
         size of the largest other world that will run on the same devices, one after the other.
         """
-        if self._sharing is None or not self._is_local:
+        if not self._shares:
             return spec, None
-        with _ReportedWait(self._config, item) as waiting:
-            lease = self._sharing.take(spec, _name_without_parameters(item), ranks, waiting)
+        if spec.on_gpus:
+            kind, names = "GPU", gpu_names(self._gpus or 0)
+        else:
+            kind, names = "slot", tuple(map(str, range(self._settings.slots or usable_cores())))
+        # A worker releases devices after its own calls to ranks, and each call ends within the timeout.
+        patience = max(PATIENCE, 10 * spec.timeout)
+        size, purpose = max(len(spec.ranks), ranks), _name_without_parameters(item)
+        lease = Lease(self._run_folder(), self._worker, kind, names, size, purpose, patience)
+        self.resume(lease, item)
         return assign_devices(spec, lease), lease
 
     def resume(self, lease: Lease, item: pytest.Item) -> None:
-        """Take the devices of a reused world again. Waits, and raises, as ``take`` does."""
-        with _ReportedWait(self._config, item) as waiting:
-            lease.resume(waiting)
+        """Take the devices of a reused world again. Waits, and raises, as ``take`` does.
+
+        A wait is shown in the item's report, and a long one in the terminal at once.
+        """
+        began = time.monotonic()
+        last, report_after = "", LONG
+
+        def report(line: str) -> None:
+            nonlocal last, report_after
+            last, seconds = line, time.monotonic() - began
+            if seconds >= report_after:
+                report_after = 2 * seconds
+                with uncaptured(self._config):
+                    text = f"\n[{self._worker}] {_name_without_parameters(item)}: {line}"
+                    print(text, file=sys.stderr, flush=True)
+
+        try:
+            lease.acquire(report)
+        finally:
+            if last:
+                waited = f"(waited {time.monotonic() - began:.0f} s)"
+                item.add_report_section("setup", "devices", f"{last}\n{waited}")
 
     @contextmanager
     def leased(self, spec: WorldSpec, item: pytest.Item, ranks: int = 0) -> Iterator[WorldSpec]:
@@ -97,25 +123,60 @@ class Devices:
         with lease or nullcontext():
             yield placed_spec
 
-    @property
-    def wanted(self) -> bool:
-        """Whether another worker waits for devices of a kind that this one holds."""
-        return self._sharing is not None and self._is_local and self._sharing.wanted()
-
     @contextmanager
     def running(self, key: str, item: pytest.Item) -> Iterator[tuple[str, str]]:
         """Yield the worker that crashed while it ran the same ``key``, and its item; two empty strings if none did.
 
         While the block runs, a crash of this worker is recorded in the same way.
         """
-        note = ""
-        with ExitStack() as stack:
-            if self._sharing is not None:
-                worker: str = self._config.workerinput["workerid"]  # type: ignore[attr-defined]
-                with suppress(LeaseError):  # reported when a device is leased
-                    note = stack.enter_context(self._sharing.running(key, f"{worker} {item.name}"))
-            crashed_worker, _, crashed_item = note.partition(" ")
-            yield crashed_worker, crashed_item
+        try:
+            file = LockedFile.attempt(self._path("runs", key)) if self._worker else None
+        except LeaseError:  # reported when a device is leased
+            file = None
+        if file is None:  # with --dist=each, another worker is running it at the same time
+            yield "", ""
+        elif file.left:
+            worker, _, crashed_item = file.left.partition(" ")
+            file.release(keep=file.left)  # first: with --dist=each, another worker may ask, and must find the note too
+            yield worker, crashed_item
+        else:
+            file.write(f"{self._worker} {item.name}")
+            try:
+                yield "", ""
+            finally:
+                file.release()
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self._run_folder() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+    def _run_folder(self) -> Path:
+        """Return the folder that the workers of this machine share, created on the first call. Raises LeaseError."""
+        if self._folder is None:
+            # xdist gives local workers folders below the controller's, which pytest removes after later runs.
+            given = self._config.getoption("basetemp", None)
+            parent = Path(given).parent if given else Path(tempfile.gettempdir())
+            run: str = self._config.workerinput["testrunuid"]  # type: ignore[attr-defined]
+            folder = parent / f"fsdp-run-{os.getuid()}-{quote(run, safe='')}"
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise sharing_error(folder, error) from error
+            _end_with_controller()
+            self._folder = folder
+        return self._folder
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_with_controller() -> None:
+    """End this worker at once if the controller ends: xdist interrupts it five seconds later."""
+    # Under nohup SIGINT is ignored, so it needs its default handler.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.die_with_parent(signal.SIGINT)
 
 
 def send_usage_error(config: pytest.Config, message: str) -> None:
@@ -124,62 +185,13 @@ def send_usage_error(config: pytest.Config, message: str) -> None:
 
 
 class Controller:
-    """Hooks of the process that starts the workers: it makes and removes the folder in which they share devices."""
-
-    def __init__(self) -> None:
-        self._presence: Presence | None = None
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        folder = run_folder_of(node.workerinput["testrunuid"])
-        node.workerinput[FOLDER] = str(folder)
-        if self._presence is None:
-            with suppress(LeaseError):  # reported by the first worker that leases a device
-                self._presence = Presence(folder)
+    """Raises the usage errors of workers in the process that starts them; on a worker, nothing calls it."""
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         message = getattr(node, "workeroutput", {}).get(USAGE_ERROR)
         if message:
             raise pytest.UsageError(message)
-
-    def pytest_unconfigure(self) -> None:
-        if self._presence is not None:
-            self._presence.remove()
-
-
-def register(config: pytest.Config) -> None:
-    """Register the controller's hooks; on a worker they are never called."""
-    config.pluginmanager.register(Controller(), "fsdp_controller")
-
-
-class _ReportedWait:
-    """Reports how long an item waits for devices: in the terminal during a long wait, and in the item's report."""
-
-    def __init__(self, config: pytest.Config, item: pytest.Item) -> None:
-        self._config = config
-        self._item = item
-        self._began = time.monotonic()
-        self._next = self._began + LONG
-        self._line = ""
-
-    def __enter__(self) -> _ReportedWait:
-        return self
-
-    def __call__(self, line: str) -> None:
-        self._line = line
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + (now - self._began)  # the interval doubles
-            with uncaptured(self._config):
-                worker: str = self._config.workerinput["workerid"]  # type: ignore[attr-defined]
-                name = _name_without_parameters(self._item)
-                print(f"\n[{worker}] {name}: {line}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        if self._line:
-            text = f"{self._line}\n(waited {time.monotonic() - self._began:.0f} s)"
-            self._item.add_report_section("setup", "devices", text)
 
 
 def _name_without_parameters(item: pytest.Item) -> str:

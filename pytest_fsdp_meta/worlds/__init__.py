@@ -4,19 +4,24 @@ This package knows nothing of models, checks or pytest items. ``World`` lives in
 torch. On a rank, ``current()`` returns its number, device and mesh.
 """
 
-from pytest_fsdp_meta.worlds.devices import choose
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
-from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError
-from pytest_fsdp_meta.worlds.leases.run_folder import Presence, run_folder_of
-from pytest_fsdp_meta.worlds.leases.worker_devices import WorkerDevices, assign_devices, usable_cores
+from pytest_fsdp_meta.worlds.leases import Lease, LeaseError
 from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
 from pytest_fsdp_meta.worlds.rank.rendezvous import SEED, Rank
 from pytest_fsdp_meta.worlds.ray.engine import RayEngine
-from pytest_fsdp_meta.worlds.spec import DEFAULT_MESH_DIM, SCOPES, Sources, WorldSpec, choose_simulated, resolve_mesh
+from pytest_fsdp_meta.worlds.spec import (
+    DEFAULT_MESH_DIM,
+    SCOPES,
+    Sources,
+    WorldSpec,
+    choose,
+    choose_simulated,
+    resolve_mesh,
+)
 from pytest_fsdp_meta.worlds.world import World
 
 __all__ = [
@@ -32,16 +37,13 @@ __all__ = [
     "Misuse",
     "ObservedWorld",
     "Pool",
-    "Presence",
     "Rank",
     "RankFailure",
     "RayEngine",
     "Sources",
-    "WorkerDevices",
     "World",
     "WorldError",
     "WorldSpec",
-    "assign_devices",
     "choose",
     "choose_simulated",
     "current",
@@ -49,6 +51,4 @@ __all__ = [
     "forward_warnings",
     "note",
     "resolve_mesh",
-    "run_folder_of",
-    "usable_cores",
 ]

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import connection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import hang
 from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
-from pytest_fsdp_meta.worlds.engine import Member
+from pytest_fsdp_meta.worlds.engine import Member, Message, receive
 from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
-from pytest_fsdp_meta.worlds.rank.debugging import BORROWING
+from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, POST_MORTEM, RETURNING
 from pytest_fsdp_meta.worlds.system import messages
 
 GRACE_PERIOD = 0.8
 """Seconds that the other ranks have to report their own failure after the first one was reported."""
 UNANIMITY_TIMEOUT = 10.0
 """Seconds that the other ranks have to leave the call with an outcome such as a skip after the first rank did so."""
-POLL_INTERVAL = 0.5
-"""Seconds between two checks for ranks whose exit no pipe signals."""
-
-Message: TypeAlias = tuple[Any, ...]
-"""The kind of the message, then its content."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,8 @@ class Conversation:
     """Where messages are stored that are too large for the pipe."""
     on_note: Callable[[int, str, Any], None]
     """Called with rank, kind and content of each note."""
-    on_borrowing: Callable[[Member], None]
-    """Called when a debugger on this rank needs the terminal; returns when the rank no longer needs it."""
+    lend_terminal: Callable[[int, int], AbstractContextManager[None]]
+    """Called with rank and process id when a debugger there needs the terminal. Raises ValueError if there is none."""
     activities: dict[int, str] = field(default_factory=dict)
     """What ranks have reported that they are doing since the last message, by rank."""
     answered: set[int] = field(default_factory=set)
@@ -88,7 +84,7 @@ class Conversation:
                     self.handle_note(member.rank, *message[1:])
                 elif message[0] == BORROWING:
                     began = time.monotonic()
-                    self.on_borrowing(member)
+                    self._lend_terminal(member)
                     deadline += time.monotonic() - began
                 else:
                     assert message[0] == kind, message
@@ -102,6 +98,39 @@ class Conversation:
         if missing:
             return self.describe_hang(sorted(missing), f"did not answer within {seconds:g} s")
         return Replies([answers[rank] for rank in sorted(ranks)])
+
+    def post_mortem(self, rank: int, debugger: str) -> bool:
+        """Open a debugger where the last call failed on the rank; return whether the user left it with "quit".
+
+        ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``. There is no deadline: this waits for the user.
+        Raises ValueError, with the reason, if the debugger got no terminal.
+        """
+        alone = replace(self, members=[member for member in self.members if member.rank == rank])
+        alone.send_to_all((POST_MORTEM, debugger))
+        answers = alone.collect(POST_MORTEM, [rank], math.inf).answers
+        if not answers:
+            return False  # the rank has ended
+        quits, why_not = answers[0]
+        if why_not:
+            raise ValueError(why_not)
+        return bool(quits)
+
+    def _lend_terminal(self, member: Member) -> None:
+        """Lend the terminal to a debugger on this rank for one prompt, or send the rank the reason why not."""
+        reply = self.folder / "reply"
+        try:
+            if member.pid is None:
+                raise ValueError("it runs on another machine")
+            with self.lend_terminal(member.rank, member.pid):
+                member.send(messages.pack((BORROWING, ""), reply))
+                over = False
+                while not over:
+                    for _, message in receive([member], math.inf):
+                        if message is not None and message[0] == "note":
+                            self.handle_note(member.rank, *message[1:])
+                        over = over or message is None or message[0] == RETURNING
+        except ValueError as error:
+            member.send(messages.pack((BORROWING, str(error)), reply))
 
     def handle_note(self, rank: int, kind: str, content: Any) -> None:
         if kind == messages.DOING:
@@ -121,18 +150,6 @@ class Conversation:
         flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
         view, states = hang.describe(flights, returned=others), rank_states(found, others, verb)
         return Replies(failures=late + answered, view=view, states=states)
-
-
-def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member, Message | None]]:
-    """Yield the members that have sent a message or ended, each with its message or None.
-
-    Wait for the first of them for at most one poll interval, and not beyond ``deadline`` (of ``time.monotonic``).
-    """
-    handles = [handle for member in members for handle in member.handles]
-    ready = connection.wait(handles, timeout=max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
-    for member in members:
-        if any(handle in ready for handle in member.handles) or member.has_message_or_ended:
-            yield member, member.receive_message()
 
 
 def pack_call(

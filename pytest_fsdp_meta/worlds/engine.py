@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system.output import OutputTail
+
+POLL_INTERVAL = 0.5
+"""Seconds between two checks for ranks whose exit no pipe signals."""
+
+Message: TypeAlias = tuple[Any, ...]
+"""The kind of the message, then its content."""
 
 
 class Member(Protocol):
@@ -39,7 +47,7 @@ class Member(Protocol):
     def send(self, note: bytes) -> None:
         """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""
 
-    def receive_message(self) -> tuple[Any, ...] | None:
+    def receive_message(self) -> Message | None:
         """Return the message that has arrived, or None if none will because the rank has ended."""
 
     def ending(self) -> RankFailure:
@@ -65,6 +73,18 @@ class Member(Protocol):
 
     def stack(self, deadline: float) -> str:
         """Return the stack that the rank has dumped, waiting for it until ``deadline`` (of ``time.monotonic``)."""
+
+
+def receive(members: Sequence[Member], deadline: float) -> Iterator[tuple[Member, Message | None]]:
+    """Yield the members that have sent a message or ended, each with its message or None.
+
+    Wait for the first of them for at most one poll interval, and not beyond ``deadline`` (of ``time.monotonic``).
+    """
+    handles = [handle for member in members for handle in member.handles]
+    ready = connection.wait(handles, timeout=max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
+    for member in members:
+        if any(handle in ready for handle in member.handles) or member.has_message_or_ended:
+            yield member, member.receive_message()
 
 
 class Engine(Protocol):

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from pytest_fsdp_meta.worlds.failures import WorldError
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 
 class ObservedWorld(Protocol):
@@ -24,8 +23,11 @@ class ObservedWorld(Protocol):
     def can_debug(self, rank: int) -> bool:
         """Return whether ``post_mortem`` is possible on the rank."""
 
-    def post_mortem(self, rank: int, terminal: Terminal, debugger: str) -> bool:
-        """Open a debugger where the last call failed on the rank; return whether the user typed "quit"."""
+    def post_mortem(self, rank: int, debugger: str) -> bool:
+        """Open a debugger where the last call failed on the rank; return whether the user typed "quit".
+
+        It borrows the terminal from the listener. Raises ValueError, with the reason, if it got none.
+        """
 
     def close(self) -> None:
         """End every rank."""
@@ -62,8 +64,8 @@ class Listener:
         """
 
     @contextmanager
-    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
-        """Provide the terminal for one prompt of a debugger on the rank. Raise ValueError with the reason if not."""
+    def lend_terminal(self, world: ObservedWorld, rank: int, pid: int) -> Iterator[None]:
+        """Lend the rank's process the terminal for one prompt of a debugger. Raise ValueError with a reason if not."""
         raise ValueError("this world has no listener that provides one")
         yield
 

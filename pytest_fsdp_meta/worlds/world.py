@@ -16,10 +16,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from pytest_fsdp_meta.text import name_ranks
-from pytest_fsdp_meta.worlds import terminal_lending
-from pytest_fsdp_meta.worlds.conversation import Conversation, Message, Replies, pack_call, unpack_results
+from pytest_fsdp_meta.worlds.conversation import Conversation, Replies, pack_call, unpack_results
 from pytest_fsdp_meta.worlds.diagnosis import disk
-from pytest_fsdp_meta.worlds.engine import Engine, Member
+from pytest_fsdp_meta.worlds.engine import Engine, Member, Message
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
@@ -27,7 +26,6 @@ from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 from pytest_fsdp_meta.worlds.system.output import OutputFollower, OutputTail
 from pytest_fsdp_meta.worlds.system.processes import defer_interrupts
-from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 STARTING = 60.0
 """Seconds that ranks have at least to start and join, because ``WorldSpec.timeout`` may be meant for short calls."""
@@ -197,13 +195,10 @@ class World:
         self._members, self._conversation, self._folder, self._follower, self._at_exit = [], None, None, None, None
         return aside
 
-    def post_mortem(self, rank: int, terminal: Terminal, debugger: str) -> bool:
-        """Open a debugger where the last call failed on the rank; return whether the user left it with "quit".
-
-        ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``.
-        """
+    def post_mortem(self, rank: int, debugger: str) -> bool:
+        """Open a debugger where the last call failed on the rank, as ``Conversation.post_mortem`` does."""
         assert self._conversation is not None
-        return terminal_lending.run_post_mortem(self._conversation, rank, terminal, debugger)
+        return self._conversation.post_mortem(rank, debugger)
 
     def can_debug(self, rank: int) -> bool:
         """Return whether the rank runs on this machine and has been called, so that ``post_mortem`` is possible."""
@@ -240,14 +235,12 @@ class World:
                 lambda index, lines: self._listener.on_output(self, ranks[index], lines),
             )
         self._conversation = Conversation(
-            self._members, self._folder, partial(self._listener.on_note, self), self._lend_terminal
+            self._members,
+            self._folder,
+            partial(self._listener.on_note, self),
+            partial(self._listener.lend_terminal, self),
         )
         return self._conversation
-
-    def _lend_terminal(self, member: Member) -> None:
-        assert self._conversation is not None
-        open_terminal = partial(self._listener.terminal, self, member.rank)
-        terminal_lending.lend_for_prompt(self._conversation, member, open_terminal)
 
     def _collect(
         self,

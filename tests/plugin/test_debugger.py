@@ -47,7 +47,8 @@ def shell(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def largest_world_size(project: Project) -> list[int]:
+def pids(project: Project) -> list[int]:
+    """Return the process ids of both ranks of ``BOOM``."""
     return [int((project.path / f"pid{rank}").read_text()) for rank in (0, 1)]
 
 
@@ -62,7 +63,7 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     child.expect(PROMPT)
     child.sendline("import os; print('I am', os.getpid())")
     child.expect(r"I am (\d+)")
-    assert int(child.match[1]) == largest_world_size(project)[1]
+    assert int(child.match[1]) == pids(project)[1]
     child.expect(PROMPT)
     child.sendintr()  # Ctrl-C goes to the debugger and ends nothing
     child.expect(PROMPT)
@@ -71,20 +72,25 @@ def test_the_debugger_opens_where_the_rank_failed(project: Project, shell: Any) 
     assert "1 passed" in rest
     assert "1 error, 1 same error" in rest
     child.wait()
-    assert_gone(largest_world_size(project))
+    assert_gone(pids(project))
 
 
-@pytest.mark.nightly
-def test_quit_ends_the_session(project: Project, shell: Any) -> None:
+@pytest.mark.parametrize(
+    ("args", "line", "ending"),
+    [("--pdbcls=pdb:Pdb", "q", "Quitting debugger"), ("-x", "import os; os._exit(3)", "stopping after 1 failures")],
+)
+def test_quit_or_an_exit_in_the_debugger_ends_the_session(
+    project: Project, shell: Any, args: str, line: str, ending: str
+) -> None:
     project.loaders(BOOM)
-    child = shell("--pdb", "--pdbcls=pdb:Pdb")
+    child = shell("--pdb", args)
     child.expect(PROMPT)
-    child.sendline("q")
+    child.sendline(line)
     rest = child.read().decode()
-    assert "Quitting debugger" in rest
+    assert ending in rest
     assert "1 error" in rest
     assert not re.search(r"\d passed", rest)
-    assert_gone(largest_world_size(project))
+    assert_gone(pids(project))
 
 
 def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, shell: Any) -> None:
@@ -92,18 +98,7 @@ def test_no_rank_is_left_when_pytest_is_killed_at_the_prompt(project: Project, s
     child = shell("--pdb")
     child.expect(PROMPT)
     os.kill(child.pid, signal.SIGKILL)
-    assert_gone(largest_world_size(project))
-
-
-@pytest.mark.nightly
-def test_a_rank_that_ends_in_the_debugger(project: Project, shell: Any) -> None:
-    project.loaders(BOOM)
-    child = shell("--pdb", "-k", "test_x", "-x")
-    child.expect(PROMPT)
-    child.sendline("import os; os._exit(3)")
-    rest = child.read().decode()
-    assert "1 error" in rest
-    assert_gone(largest_world_size(project))
+    assert_gone(pids(project))
 
 
 BODIES = """
@@ -154,7 +149,6 @@ def test_failures_of_other_tests_on_ranks_and_of_plain_tests(project: Project, s
     assert "3 failed, 1 passed" in rest
 
 
-@pytest.mark.nightly
 def test_ranks_that_cannot_start(project: Project, shell: Any) -> None:
     project.loaders(
         """
@@ -233,7 +227,6 @@ def test_breakpoints_on_all_ranks_around_a_collective(project: Project, shell: A
         assert output.count(f"'2.0 on {rank + 41}'") == 1
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("stop", ["pdb.set_trace()", "dist.breakpoint(1)"])
 def test_other_breakpoints_and_a_pause_longer_than_the_timeout(project: Project, shell: Any, stop: str) -> None:
     project.loaders(STOPS.format(stop=f"fsdp.rank == 1 and {stop}" if "dist" not in stop else stop).replace("20", "3"))
@@ -249,7 +242,6 @@ def test_other_breakpoints_and_a_pause_longer_than_the_timeout(project: Project,
     assert "1 passed" in child.read().decode()
 
 
-@pytest.mark.nightly
 def test_quit_at_a_breakpoint_ends_the_session(project: Project, shell: Any) -> None:
     project.loaders(STOPS.format(stop="fsdp.rank == 1 and breakpoint()"))
     child = shell()

@@ -6,11 +6,11 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
+from xdist.scheduler import LoadScheduling
 
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.xdist_scheduler import by_loader, loader_of
-from pytest_fsdp_meta.worlds import run_folder_of
 from tests.conftest import Project, errors
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_worksteal(project: Project) -> None:
 
 
 def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) -> None:
-    scheduling = by_loader(pytester.parseconfig("--tx", "popen", "--dist", "load"), None, built_in())
+    scheduling = by_loader(LoadScheduling, pytester.parseconfig("--tx", "popen"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
@@ -229,38 +229,12 @@ def test_worlds_of_tests_share_the_slots(project: Project, scope: str) -> None:
     assert project.notes == ["in", "out"] * 6
 
 
-def test_the_folder_of_the_run_is_removed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.loaders(
-        """
-        import os
-
-        @fsdp_conformance(only=["no_meta_params"])
-        def test_x(fsdp):
-            note("there" if any(name.startswith("fsdp-run-") for name in os.listdir(os.environ["TMPDIR"])) else "not")
-            return load(fsdp)
-        """
-    )
+def test_nothing_is_left_in_the_temporary_folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     with TemporaryDirectory(prefix="a b ", dir="/tmp") as odd:
         monkeypatch.setenv("TMPDIR", odd)
         project.run("-n1").assert_outcomes(passed=1)
         assert not [name for name in os.listdir(odd) if name.startswith(("fsdp-", "pymp-"))]
-    assert project.notes == ["there", "there"]
-
-
-def test_a_folder_of_another_user(project: Project) -> None:
-    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    name = f"the run of {os.getpid()}"
-    run_folder_of(name).symlink_to(project.path)
-    try:
-        counting = project.run("-n1", "--testrunuid", name)
-        leasing = project.run("-n1", "--testrunuid", name, "--fsdp-device=cpu")
-    finally:
-        run_folder_of(name).unlink()
-    folder = run_folder_of(name)
-    message = f"cannot share devices between workers: {folder} is a link or belongs to another user; remove it"
-    assert errors(counting) == [f"test_it.py::test_x: @fsdp_conformance: {message}"]
-    leasing.assert_outcomes(errors=1)
-    leasing.stdout.fnmatch_lines([f"*{message}*"])
 
 
 @pytest.mark.nightly

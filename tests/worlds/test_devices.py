@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, choose
-from pytest_fsdp_meta.worlds.local import gpus as counting
+from pytest_fsdp_meta.worlds.local.engine import count_gpus
 from pytest_fsdp_meta.worlds.rank import preload as preloading
 from tests.world_help import ROOT
 
@@ -85,7 +85,7 @@ def test_no_gpu_is_counted_without_a_process(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_gpus_that_torch_can_use_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     engine = _with_torch(TORCH.format(bad_fork=False, device_file=GPU), tmp_path, monkeypatch, method)
-    assert counting.count_gpus(engine.launch_process) == 3
+    assert count_gpus(engine.launch_process) == 3
 
 
 def test_a_server_that_has_asked_cuda_for_devices_is_not_forked(
@@ -180,7 +180,7 @@ def test_a_count_that_fails_is_an_error(
 
 
 def test_a_count_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "PATIENCE", 0.5)
+    monkeypatch.setattr("pytest_fsdp_meta.worlds.local.engine.COUNT_TIMEOUT", 0.5)
     with pytest.raises(ValueError, match=r"counting the GPUs took longer than 0\.5 s; to see why, run"):
         _with_torch("import time; time.sleep(100)", tmp_path, monkeypatch, "spawn").count_gpus()
 

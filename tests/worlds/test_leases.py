@@ -16,36 +16,39 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.worlds import current
-from pytest_fsdp_meta.worlds.leases.device_leases import Lease, LeaseError, Leases
-from pytest_fsdp_meta.worlds.leases.file_lock import FileLock
+from pytest_fsdp_meta.worlds import Lease, LeaseError, WorldSpec, current, leases
+from pytest_fsdp_meta.worlds.leases import LockedFile, assign_devices, gpu_names
 from tests.world_help import ROOT, SOON, world_of
 
 EIGHT = tuple(map(str, range(8)))
 
 
-def worker(folder: Path, name: str, names: tuple[str, ...] = EIGHT) -> Leases:
-    return Leases(folder, "slot", names, name)
+def wanting(folder: Path, worker: str, count: int, purpose: str = "a test", patience: float = SOON) -> Lease:
+    """Return a lease of ``count`` of eight slots that is yet to be acquired."""
+    return Lease(folder, worker, "slot", EIGHT, count, purpose, patience)
+
+
+def take(folder: Path, worker: str, count: int, purpose: str = "a test") -> Lease:
+    lease = wanting(folder, worker, count, purpose)
+    lease.acquire()
+    return lease
 
 
 @contextmanager
-def taking(
-    leases: Leases, count: int, purpose: str = "a test", patience: float = SOON
-) -> Iterator[list[Lease | BaseException]]:
-    """Take devices in a thread during the block; the list then holds the lease or the error."""
-    result: list[Lease | BaseException] = []
+def acquiring(lease: Lease) -> Iterator[list[Lease]]:
+    """Acquire the lease in a thread during the block; the list has it from then on."""
+    result: list[Lease] = []
 
-    def take() -> None:
-        try:
-            result.append(leases.take(count, purpose, patience=patience))
-        except BaseException as error:
-            result.append(error)
+    def acquire() -> None:
+        lease.acquire()
+        result.append(lease)
 
-    thread = threading.Thread(target=take)
+    thread = threading.Thread(target=acquire)
     thread.start()
     yield result
     thread.join(SOON)
     assert not thread.is_alive()
+    assert result
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -56,145 +59,75 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_two_workers_never_hold_the_same_device(tmp_path: Path) -> None:
-    first, second = worker(tmp_path, "gw0"), worker(tmp_path, "gw1")
-    one, other = first.take(3, "test_a"), second.take(5, "test_b")
-    assert one.devices == (0, 1, 2)
-    assert other.devices == (3, 4, 5, 6, 7)
+    one, other = take(tmp_path, "gw0", 3), take(tmp_path, "gw1", 5)
+    assert (one.devices, other.devices) == ((0, 1, 2), (3, 4, 5, 6, 7))
     one.release()
     one.release()
-    assert worker(tmp_path, "gw2").take(3, "test_c").devices == (0, 1, 2)
-
-
-def test_a_request_for_more_devices_than_exist_gets_all(tmp_path: Path) -> None:
-    assert worker(tmp_path, "gw0").take(16, "test_a").devices == tuple(range(8))
-
-
-def test_a_waiting_worker_gets_devices_when_they_are_released(tmp_path: Path) -> None:
-    first, second = worker(tmp_path, "gw0"), worker(tmp_path, "gw1")
-    held = first.take(6, "test_a")
-    assert not first.wanted()
-    with taking(second, 4) as result:
-        wait_until(first.wanted)
-        assert not result
-        held.release()
-    (lease,) = result
-    assert isinstance(lease, Lease)
-    assert len(lease.devices) == 4
-    assert not second.wanted()
-    assert not first.wanted()
+    other.release()
+    with take(tmp_path, "gw0", 16) as everything:
+        assert everything.devices == tuple(range(8)), "all, where there are fewer than wanted"
+    first = take(tmp_path, "gw0", 2)
+    assert first.devices == (0, 1)
+    other.acquire()
+    other.acquire()
+    assert other.devices == (3, 4, 5, 6, 7), "a world that is kept gets its own devices again"
 
 
 def test_a_large_world_is_not_overtaken(tmp_path: Path) -> None:
-    small, large, late = (worker(tmp_path, name) for name in ("gw0", "gw1", "gw2"))
-    held = small.take(1, "test_a")
-    with taking(large, 8) as all_of_them:
+    small = take(tmp_path, "gw0", 1)
+    assert not small.wanted()
+    with acquiring(wanting(tmp_path, "gw1", 8)) as all_of_them:
         wait_until(small.wanted)
-        with taking(late, 1) as one:
+        with acquiring(wanting(tmp_path, "gw2", 1)) as one:
             time.sleep(0.3)
             assert not one, "seven devices are free, but the large world came first"
-            held.release()
+            small.release()
             wait_until(lambda: all_of_them)
-            (lease,) = all_of_them
-            assert isinstance(lease, Lease)
-            lease.release()
-    assert isinstance(one[0], Lease)
+            assert not one
+            all_of_them[0].release()
+    assert not one[0].wanted()
 
 
-def test_the_wait_message_names_the_holders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.worlds.leases.device_leases.QUIET", 0.0)
+def test_the_wait_message_names_the_holders_and_the_next_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "QUIET", 0.0)
     lines: list[str] = []
-    worker(tmp_path, "gw1").take(4, "test_x.py::test_llama")
-    worker(tmp_path, "gw2").take(2, "test_x.py::test_moe")
+    held = take(tmp_path, "gw1", 4, "test_x.py::test_llama")
+    take(tmp_path, "gw2", 2, "test_x.py::test_moe")
     with pytest.raises(LeaseError) as caught:
-        worker(tmp_path, "gw3").take(4, "test_y", lines.append, patience=0.5)
-    message = (
-        "waiting for 4 of 8 slots: gw1 holds 0-3 for test_x.py::test_llama (0 s); "
-        "gw2 holds 4, 5 for test_x.py::test_moe (0 s)"
-    )
-    assert message in lines
+        wanting(tmp_path, "gw3", 4, patience=0.5).acquire(lines.append)
+    holders = "gw1 holds 0-3 for test_x.py::test_llama (0 s); gw2 holds 4, 5 for test_x.py::test_moe"
+    assert f"waiting for 4 of 8 slots: {holders} (0 s)" in lines
     assert str(caught.value).startswith(
         "gave up after 0.5 s without a change while waiting for 4 of 8 slots: gw1 holds 0-3 for "
     )
-    # The worker that gave up holds nothing: the free devices are still free.
-    assert worker(tmp_path, "gw4").take(2, "test_z").devices == (6, 7)
-
-
-def test_the_wait_message_names_the_worker_that_is_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.worlds.leases.device_leases.QUIET", 0.0)
-    first = worker(tmp_path, "gw0")
-    held = first.take(8, "test_a")
-    lines: list[str] = []
-    with taking(worker(tmp_path, "gw1"), 8, "test_b"):
-        wait_until(first.wanted)
+    with take(tmp_path, "gw4", 2) as rest:
+        assert rest.devices == (6, 7), "the worker that gave up holds nothing"
+    with acquiring(wanting(tmp_path, "gw5", 5, "test_b")):
+        wait_until(held.wanted)
         with pytest.raises(LeaseError):
-            worker(tmp_path, "gw2").take(1, "test_c", lines.append, patience=0.3)
+            wanting(tmp_path, "gw6", 1, patience=0.3).acquire(lines.append)
         held.release()
-    assert "waiting for 1 of 8 slots: gw0 holds 0-7 for test_a (0 s); gw1 is next in the queue: 8 for test_b" in lines
+    assert lines[-1].startswith("waiting for 1 of 8 slots: gw1 holds 0-3 for ")
+    assert lines[-1].endswith("; gw5 is next in the queue: 5 for test_b")
 
 
 def test_patience_starts_again_with_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.worlds.leases.device_leases.QUIET", 0.0)
-    holders = [worker(tmp_path, f"gw{number}") for number in range(8)]
-    held = [holder.take(1, "test_a") for holder in holders]
-    with taking(worker(tmp_path, "gw8"), 8, patience=3.0) as result:
+    monkeypatch.setattr(leases, "QUIET", 0.0)
+    held = [take(tmp_path, f"gw{number}", 1) for number in range(8)]
+    with acquiring(wanting(tmp_path, "gw8", 8, patience=3.0)):
         for lease in held:
             time.sleep(0.6)
             lease.release()
-    assert isinstance(result[0], Lease)
-
-
-def test_two_leases_of_one_worker_overlap(tmp_path: Path) -> None:
-    one, other = worker(tmp_path, "gw0"), worker(tmp_path, "gw1")
-    kept = one.take(4, "a session's world")
-    assert one.take(2, "test_a").devices == (0, 1)
-    larger = one.take(6, "test_b")
-    assert set(larger.devices) >= set(kept.devices)
-    larger.release()
-    assert other.take(4, "test_c").devices == (4, 5, 6, 7)
-    kept.release()
-    kept.release()
-    assert one.take(1, "test_d").devices == (0,)
-
-
-def test_two_workers_that_both_need_more_than_they_hold(tmp_path: Path) -> None:
-    one, other = worker(tmp_path, "gw0"), worker(tmp_path, "gw1")
-    first, second = one.take(4, "kept"), other.take(4, "kept")
-    with taking(one, 8) as of_one:
-        wait_until(other.wanted)
-        with taking(other, 8) as of_other:
-            wait_until(lambda: of_one)
-            (lease,) = of_one
-            assert isinstance(lease, Lease)
-            lease.release()
-            first.release()
-    (lease,) = of_other
-    assert isinstance(lease, Lease)
-    assert lease.devices == tuple(range(8))
-    lease.release()
-    assert set(second.devices) == set(other._held)
-
-
-def test_resume_takes_the_same_devices(tmp_path: Path) -> None:
-    one, other = worker(tmp_path, "gw0"), worker(tmp_path, "gw1")
-    one.take(2, "test_a").release()
-    first = other.take(2, "test_b")
-    kept = one.take(2, "kept")
-    assert kept.devices == (2, 3)
-    kept.release()
-    first.release()
-    kept.resume()
-    kept.resume()
-    assert other.take(8 - 2, "test_c").devices == (0, 1, 4, 5, 6, 7)
 
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from pytest_fsdp_meta.worlds.leases.device_leases import Leases
-from tests.worlds.test_leases import use
+from tests.worlds.test_leases import take, use
 from tests.world_help import world_of
-leases = Leases(Path(sys.argv[1]), "slot", tuple(map(str, range(8))), "gw0")
-lease = leases.take(8, "test_a")
+lease = take(Path(sys.argv[1]), "gw0", 8)
 child = 0
 if sys.argv[2] == "rank":
     world = world_of(2)
@@ -214,7 +147,7 @@ time.sleep(60)
 def use(folder: str) -> None:
     """Hold a lock for as long as this rank lives."""
     rank = current()
-    rank.state["lock"] = FileLock.attempt(Path(folder, f"used-{rank.rank}"))
+    rank.state["lock"] = LockedFile.attempt(Path(folder, f"used-{rank.rank}"))
     assert rank.state["lock"] is not None
 
 
@@ -230,14 +163,13 @@ def test_devices_of_a_killed_worker_are_free_although_its_child_lives(tmp_path: 
     assert process.stdout is not None
     try:
         pid = int(process.stdout.readline())
-        assert child != "rank" or FileLock.attempt(tmp_path / "used-1") is None
-        with taking(worker(tmp_path, "gw1"), 8) as result:
+        assert child != "rank" or LockedFile.attempt(tmp_path / "used-1") is None
+        with acquiring(wanting(tmp_path, "gw1", 8)) as result:
             time.sleep(0.2)
             assert not result
             process.kill()
             process.wait(SOON)
-        assert isinstance(result[0], Lease)
-        assert FileLock.attempt(tmp_path / "used-1")
+        assert LockedFile.attempt(tmp_path / "used-1")
         if pid:
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not [path for path in temporary.iterdir() if path.name.startswith(("fsdp-", "pymp-"))])
@@ -249,27 +181,18 @@ def test_devices_of_a_killed_worker_are_free_although_its_child_lives(tmp_path: 
 
 
 def test_a_forked_child_cannot_release_its_parents_lease(tmp_path: Path) -> None:
-    mine = worker(tmp_path, "gw0")
-    lease = mine.take(8, "test_a")
+    lease = take(tmp_path, "gw0", 8)
     pid = os.fork()
     if not pid:
         lease.release()
         os._exit(0)
     os.waitpid(pid, 0)
     with pytest.raises(LeaseError):
-        worker(tmp_path, "gw1").take(1, "test_b", patience=0.1)
-
-
-def test_the_queue_note_of_a_worker_that_ended_is_removed(tmp_path: Path) -> None:
-    mine = worker(tmp_path, "gw0")
-    mine.take(1, "test_a")
-    (tmp_path / "slot-queue.note").write_text('{"worker": "gw1", "purpose": "x", "count": 8, "since": 0.0}')
-    assert not mine.wanted()
-    assert not (tmp_path / "slot-queue.note").exists()
+        wanting(tmp_path, "gw1", 1, patience=0.1).acquire()
 
 
 def test_ranks_do_not_inherit_the_locks(tmp_path: Path) -> None:
-    with worker(tmp_path, "gw0").take(2, "test_a"), world_of(2) as world:
+    with take(tmp_path, "gw0", 2), world_of(2) as world:
         files = [file for rank in world.run(open_files) for file in rank]
     assert files
     assert not [file for file in files if str(tmp_path) in file]
@@ -287,14 +210,60 @@ def open_files() -> list[str]:
 
 
 def test_a_missing_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(LeaseError, match=r"^cannot lease devices: .*slot-queue\.lock: No such file or directory; set "):
-        worker(tmp_path / "gone", "gw0").take(1, "test_a")
+    with pytest.raises(
+        LeaseError,
+        match=r"^cannot share devices between workers: .*slot-queue\.lock: No such file or directory; set TMPDIR to ",
+    ):
+        take(tmp_path / "gone", "gw0", 1)
 
 
 def test_unreadable_notes_only_shorten_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_fsdp_meta.worlds.leases.device_leases.QUIET", 0.0)
-    worker(tmp_path, "gw1").take(8, "test_a")
-    for device in EIGHT:
-        (tmp_path / f"slot-{device}.note").write_text("{")
+    monkeypatch.setattr(leases, "QUIET", 0.0)
+    held = take(tmp_path, "gw1", 8)
+    for name in (*EIGHT, "queue"):
+        (tmp_path / f"slot-{name}.lock").write_text("{")
+    assert not held.wanted()
     with pytest.raises(LeaseError, match=r"^gave up after 0\.2 s without a change while waiting for 1 of 8 slots$"):
-        worker(tmp_path, "gw3").take(1, "test_y", patience=0.2)
+        wanting(tmp_path, "gw3", 1, patience=0.2).acquire()
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "names"),
+    [
+        (None, 2, ("0", "1")),
+        (" 3 , 5,", 2, ("3", "5")),
+        ("4,5,6", 2, ("4", "5")),
+        ("GPU-8932f937,MIG-GPU-1/0/0", 2, ("GPU-8932f937", "MIG-GPU-1/0/0")),
+        ("1,1", 2, ("0", "1")),
+        ("", 0, ()),
+    ],
+)
+def test_gpu_names(visible: str | None, count: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_names(count) == names
+
+
+def test_a_local_rank_is_the_index_of_a_leased_gpu(tmp_path: Path) -> None:
+    """A loader that selects the GPU of its LOCAL_RANK must not get another worker's."""
+    pair, four = WorldSpec({"dp_shard": 2}, "cuda", "nccl"), WorldSpec({"dp_shard": 4}, "cuda", "gloo")
+    names = ("GPU-a", "MIG-GPU-1/0/0", "GPU-c", "GPU-d")
+    first, second = [Lease(tmp_path, f"gw{number}", "GPU", names, 2, "test", SOON) for number in range(2)]
+    with first, second:
+        for lease, visible in ((first, names[:2]), (second, names[2:])):
+            lease.acquire()
+            placed = assign_devices(pair, lease)
+            assert (placed.devices, placed.visible) == ((0, 1), visible)
+        assert assign_devices(four, first).devices == (0, 1, 0, 1), "gloo ranks share GPUs"
+        slots = take(tmp_path, "gw2", 2)
+        assert slots.devices == (0, 1), "GPUs and slots are leased separately"
+        cpu = WorldSpec({"dp_shard": 2})
+        assert assign_devices(cpu, slots) == cpu, "a slot only counts ranks; it is not a device of the spec"
+    seen_from_elsewhere = Lease(tmp_path, "gw3", "GPU", names[1:3], 2, "test", SOON)
+    with seen_from_elsewhere:
+        seen_from_elsewhere.acquire()
+        assert assign_devices(pair, seen_from_elsewhere).visible == (), "all that this worker sees"
+        with pytest.raises(LeaseError):
+            Lease(tmp_path, "gw4", "GPU", names, 3, "test", 0.1).acquire()

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender, register_debugger
+from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender
 from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
-from pytest_fsdp_meta.plugin.rank_io.warnings import Warnings
-from pytest_fsdp_meta.text import escape_controls, first_line
+from pytest_fsdp_meta.text import escape_controls, first_line, name_ranks
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
-from pytest_fsdp_meta.worlds.rank.warnings import RankWarning
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.system.messages import DOING
-from pytest_fsdp_meta.worlds.system.terminal import Terminal
 
 
 def name_rank(world: ObservedWorld, rank: int) -> str:
@@ -34,6 +32,36 @@ def cursor_column(config: pytest.Config) -> int:
     return config.get_terminal_writer().width_of_current_line if shown else 0
 
 
+class Warnings:
+    """The warnings of one item, each once, however many ranks and worlds have raised it.
+
+    They are raised again in the pytest process, where the user's filters and pytest's summary apply.
+    """
+
+    def __init__(self) -> None:
+        self._collected: dict[RankWarning, tuple[set[int], list[str]]] = {}
+        """The ranks that raised each warning, and the labels of worlds of one rank that did."""
+
+    def add(self, world: ObservedWorld, rank: int, warning: RankWarning) -> None:
+        ranks, labels = self._collected.setdefault(warning, (set(), []))
+        if not world.label or world.spec.size > 1:
+            ranks.add(rank)
+        elif world.label not in labels:
+            labels.append(world.label)
+
+    def raise_collected(self) -> list[Warning]:
+        """Raise all warnings again, and return those that the user's filters turn into errors."""
+        collected, self._collected = self._collected, {}
+        errors = []
+        for warning, (ranks, labels) in collected.items():
+            try:
+                reissue(warning, f"on {name_ranks(ranks)}" if ranks else f"in {' and '.join(labels)}")
+            except Warning as error:
+                error.__notes__ = [f"raised at {warning.file}:{warning.line}"]  # type: ignore[attr-defined]
+                errors.append(error)
+        return errors
+
+
 def _format_warning(error: Warning) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
@@ -47,7 +75,6 @@ class RankListener(Listener):
         self.live = config.getoption("capture", "no") == "no" and not hasattr(config, "workerinput")
         self._at_line_start = False
         self._warnings = Warnings()
-        self._coverage = coverage.Sum()
         self._debugger: Debugger | None = None
         self._lender = TerminalLender(config)
         self._interruption: WorldError | None = None
@@ -67,7 +94,6 @@ class RankListener(Listener):
             raise
         finally:
             self._progress.hide()
-            self._coverage.collect()
         if errors := self._warnings.raise_collected():
             pytest.fail("\n".join(map(_format_warning, errors)), pytrace=False)
 
@@ -78,20 +104,17 @@ class RankListener(Listener):
 
     def start_debugger(self) -> None:
         """With ``--pdb``, open the debugger on failed ranks from now on."""
-        self._debugger = register_debugger(self._config)
+        self._debugger = Debugger.replacing_pytests(self._config, self._lender)
 
     def finish(self) -> None:
-        """Hand over the ranks' coverage after the last item, before pytest-cov saves its data."""
+        """Combine the ranks' coverage with pytest's after the last item, before pytest-cov saves its data."""
         if self._debugger is not None:
-            self._debugger.close()
-        self._coverage.hand_over()
+            self._debugger.drop()
+        coverage.combine()
 
     def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
         if kind == DOING:
             self._progress.rank_does(rank, what)
-        elif kind == coverage.KIND:
-            source, packed = what
-            self._coverage.add((world, rank, source), packed)
         elif isinstance(what, RankWarning):
             self._warnings.add(world, rank, what)
 
@@ -116,10 +139,10 @@ class RankListener(Listener):
         return self._doing == STARTING
 
     @contextmanager
-    def terminal(self, world: ObservedWorld, rank: int) -> Iterator[Terminal]:
+    def lend_terminal(self, world: ObservedWorld, rank: int, pid: int) -> Iterator[None]:
         self._progress.hide()
-        with self._lender.terminal(world, rank) as terminal:
-            yield terminal
+        with self._lender.lend(world, rank, pid):
+            yield
 
     def show(self, item: pytest.Item, when: str, outputs: Iterable[tuple[int, str]]) -> None:
         """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""

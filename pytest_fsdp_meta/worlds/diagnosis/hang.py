@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import connection
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
@@ -17,7 +16,7 @@ from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
     group_ranks,
 )
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import QUESTION, Collective, Flight, Group, Whereabouts
-from pytest_fsdp_meta.worlds.engine import Member
+from pytest_fsdp_meta.worlds.engine import Member, receive
 from pytest_fsdp_meta.worlds.system import messages
 
 PATIENCE = 3.0
@@ -52,12 +51,8 @@ def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
     for member in waiting_for:
         member.send(messages.pack(QUESTION))
     deadline = time.monotonic() + PATIENCE
-    while waiting_for and (left := deadline - time.monotonic()) > 0:
-        ready = connection.wait([handle for member in waiting_for for handle in member.handles], left)
-        for member in [
-            one for one in waiting_for if one.has_message_or_ended or any(handle in ready for handle in one.handles)
-        ]:
-            message = member.receive_message()
+    while waiting_for and time.monotonic() < deadline:
+        for member, message in list(receive(waiting_for, deadline)):
             if message is None or message[0] == QUESTION[0]:
                 waiting_for.remove(member)
             if message is not None and message[0] == QUESTION[0]:

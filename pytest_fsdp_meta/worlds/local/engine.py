@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_fsdp_meta.worlds.local import gpus
+from pytest_fsdp_meta.worlds.failures import describe_exit
 from pytest_fsdp_meta.worlds.local.forkserver import Server
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank import preload
@@ -25,6 +25,9 @@ from pytest_fsdp_meta.worlds.rank.main import Assignment, main
 from pytest_fsdp_meta.worlds.spec import Sources, WorldSpec, place_of
 from pytest_fsdp_meta.worlds.system import processes
 
+COUNT_TIMEOUT = 120.0
+"""Seconds that counting may take; most of them import torch."""
+ASK_TORCH = "to see why, run: python -c 'import torch; print(torch.cuda.device_count())'"
 _LOCK = threading.RLock()
 """Held while a process is started, because that temporarily changes state of the whole interpreter."""
 
@@ -108,7 +111,7 @@ class ForkServerEngine:
         The fork server must not start yet: GPUs are counted during collection, when the modules that it should import
         are not known.
         """
-        return gpus.count_gpus(ForkServerEngine(method="spawn").launch_process)
+        return count_gpus(ForkServerEngine(method="spawn").launch_process)
 
     def launch(self, spec: WorldSpec, folder: Path, leftovers: Sequence[str]) -> Iterator[LocalMember]:
         processes.require_descriptors(len(spec.ranks))
@@ -183,6 +186,37 @@ def _warn(message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.warn(message, stacklevel=2)
+
+
+def count_gpus(launch_process: Callable[..., BaseProcess]) -> int:
+    """Return the number of GPUs that torch can use, counted in a short-lived process: CUDA must not start in this one.
+
+    ``launch_process(target, args, name=...)`` starts it. Raises ValueError when that process fails. On a machine
+    without GPUs no process is started.
+    """
+    if not preload.has_gpu_files():  # so no process has to import torch to count them
+        return 0
+    here, there = Pipe(duplex=False)
+    with here:
+        with there:
+            process = launch_process(_count, (there,), name="count-gpus")
+        try:
+            if not here.poll(COUNT_TIMEOUT):
+                raise ValueError(f"counting the GPUs took longer than {COUNT_TIMEOUT:g} s; {ASK_TORCH}")
+            return int(here.recv())
+        except EOFError:
+            process.join(5)
+            _, summary = describe_exit(process.exitcode)
+            raise ValueError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
+        finally:
+            process.kill()
+            process.join()
+
+
+def _count(pipe: Connection) -> None:
+    import torch
+
+    pipe.send(torch.cuda.device_count())
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 ``breakpoint()``, ``pdb.set_trace()`` and ``torch.distributed.breakpoint()`` all call ``pdb.Pdb.interaction``, once for
 each prompt. The terminal is borrowed for one prompt at a time, so that a user can step several ranks in turns through a
-collective that needs all of them.
+collective that needs all of them. A rank sends BORROWING, gets it back with the reason why there is no terminal, or "",
+and sends RETURNING when the prompt is over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.system.terminal import PATH
 
 BORROWING, RETURNING = "borrowing the terminal", "returning the terminal"
-"""The kinds of the messages about it. The parent answers the first with the reason why it cannot, or ""."""
+POST_MORTEM = "post mortem"
+"""The kind of the message that asks a rank for a post-mortem debugger, and of its answer when the user has left it."""
 _has_terminal = False
 
 
@@ -34,33 +36,33 @@ def borrow_terminal_through(channel: Channel) -> None:
         if _has_terminal or not channel.is_own:
             usual(session, *args, **kwargs)
             return
-        channel.send(BORROWING)
-        _, why_not = channel.receive()
-        if why_not:
-            raise RuntimeError(f"a debugger on this rank has no terminal: {why_not}")
         try:
-            with _at_the_terminal():
+            with _borrowed_terminal(channel):
                 session.stdin, session.stdout = sys.stdin, sys.stdout
                 usual(session, *args, **kwargs)
-        finally:
-            channel.send(RETURNING)
+        except _NoTerminal as why_not:
+            raise RuntimeError(f"a debugger on this rank has no terminal: {why_not}") from None
 
     pdb.Pdb.interaction = interaction  # type: ignore[method-assign,assignment]
 
 
-def post_mortem(error: BaseException, debugger: str) -> bool:
-    """Open a debugger where the error was raised; return whether the user left it with "quit".
+def post_mortem(channel: Channel, error: BaseException, debugger: str) -> None:
+    """Open a debugger where the error was raised, and answer whether the user left it with "quit", or why it failed.
 
     ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``.
     """
     if isinstance(error, CallFailed) and error.__cause__ is not None:
         error = error.__cause__
-    with _at_the_terminal(), suppress(KeyboardInterrupt):
-        session = _class(debugger)()
-        session.reset()
-        session.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
-        return bool(session.quitting)
-    return False
+    quits, why_not = False, ""
+    try:
+        with _borrowed_terminal(channel), suppress(KeyboardInterrupt):
+            session = _class(debugger)()
+            session.reset()
+            session.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
+            quits = bool(session.quitting)
+    except _NoTerminal as reason:
+        why_not = str(reason)
+    channel.send(POST_MORTEM, quits, why_not)
 
 
 def _class(debugger: str) -> Any:
@@ -75,6 +77,23 @@ def _class(debugger: str) -> Any:
         print(f"--pdbcls={debugger} cannot be imported on this rank ({type(error).__name__}: {error}); using pdb")
         return pdb.Pdb
     return found
+
+
+class _NoTerminal(Exception):
+    """The parent has no terminal to lend; the message is its reason."""
+
+
+@contextmanager
+def _borrowed_terminal(channel: Channel) -> Iterator[None]:
+    channel.send(BORROWING)
+    _, why_not = channel.receive()
+    if why_not:
+        raise _NoTerminal(why_not)
+    try:
+        with _at_the_terminal():
+            yield
+    finally:
+        channel.send(RETURNING)
 
 
 @contextmanager

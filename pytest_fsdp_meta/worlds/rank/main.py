@@ -27,7 +27,7 @@ from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system import output, processes
-from pytest_fsdp_meta.worlds.system.messages import DOING, POST_MORTEM
+from pytest_fsdp_meta.worlds.system.messages import DOING
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 _CURRENT: Rank | None = None
@@ -124,9 +124,9 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         channel.send("ready")
         while True:
             message = channel.receive()
-            if message[0] == POST_MORTEM:
+            if message[0] == debugging.POST_MORTEM:
                 assert _RAISED is not None
-                channel.send(POST_MORTEM, debugging.post_mortem(_RAISED, *message[1:]))
+                debugging.post_mortem(channel, _RAISED, *message[1:])
             else:
                 _answer_call(channel, task, message)
     except BaseException:
@@ -177,8 +177,6 @@ def _follow_parent(task: Assignment) -> None:
     if task.coverage_settings is not None:
         global _MEASUREMENT
         _MEASUREMENT = coverage.Measurement(task.coverage_settings)
-        if task.place.rank == 0 and (before := coverage.data_of_fork_server()):
-            note(coverage.KIND, ("imports", before))
 
 
 def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
@@ -186,16 +184,18 @@ def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -
     if _FORWARDER is not None:
         _FORWARDER.forget()
     try:
-        function, args, kwargs = _unpack(target, payload)
-        with nullcontext() if target else forward_warnings():
-            result = function(*args, **kwargs)
+        try:
+            function, args, kwargs = _unpack(target, payload)
+            with nullcontext() if target else forward_warnings():
+                result = function(*args, **kwargs)
+        finally:
+            if _MEASUREMENT is not None:
+                _MEASUREMENT.save()
     except BaseException as error:
         global _RAISED
         _RAISED = error
-        _send_coverage()
         _report_failure(channel, _describe_failure(task, error))
         return
-    _send_coverage()
     try:
         channel.send("result", call, _pack(result))
     except Exception as error:
@@ -210,12 +210,6 @@ def _report_failure(channel: Channel, failure: RankFailure) -> None:
     except OSError:  # the disk is full; a short message needs only the pipe
         short = replace(failure, detail=_shortened(failure.detail, 1500), message=_shortened(failure.message, 1500))
         channel.send("failure", short)
-
-
-def _send_coverage() -> None:
-    """Send coverage data with every answer, because a rank is killed without warning."""
-    if _MEASUREMENT is not None and (data := _MEASUREMENT.new_data()):
-        note(coverage.KIND, ("calls", data))
 
 
 def _pack(result: Any) -> bytes:

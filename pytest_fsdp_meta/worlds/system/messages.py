@@ -14,8 +14,6 @@ from typing import Any
 
 DOING = "doing"
 """The kind of a message in which a rank says what it is doing: "training step 2 of 3"."""
-POST_MORTEM = "post mortem"
-"""The kind of the message that asks a rank for a post-mortem debugger, and of the rank's answer when it has ended."""
 _NOTE_LIMIT = 8 * 1024
 """Bytes of the largest message that a note holds itself."""
 _INLINE = b"h"
