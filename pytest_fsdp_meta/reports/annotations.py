@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pytest_fsdp_meta.reports.causes import explain_pass
+from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
 from pytest_fsdp_meta.reports.story import CRASH, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
 from pytest_fsdp_meta.text import counted, first_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from pytest_fsdp_meta.reports.causes import is_crashed
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.failures import is_crashed
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, LoaderRecord, Report, count_kinds, how_many, is_bad

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from pytest_fsdp_meta.reports.causes import REMOVE, errors_by_reason, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.compare import Change, Comparison
+from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
 from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
 from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, origins
@@ -120,8 +120,8 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
                 add(FINDING, cause, remedy, Place(loader, (check,), tuple(found)))
     for loader in loaders:
         if not is_crashed(loader):
-            for (reason, _), ids in errors_by_reason([loader]).items():
-                add(ERROR, reason, "", Place(loader, tuple(check for check in loader.checks if check.check in ids)))
+            for reason, checks in errors_by_reason(loader).items():
+                add(ERROR, reason, "", Place(loader, tuple(checks)))
     for loader in loaders:
         for check in loader.checks:
             if check.status == "xpassed" or (check.status == "failed" and not check.findings):
@@ -135,11 +135,8 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
 
 def with_starts(stories: Sequence[Story], report: Report, comparison: Comparison | None) -> list[Story]:
     """Return the stories with since when each cause is known, as far as earlier runs show."""
-    dated = []
-    for story in stories:
-        since, is_new = _describe_start(story.places, report, comparison)
-        dated.append(replace(story, since=since, is_new=is_new))
-    return dated
+    starts = (_describe_start(story.places, report, comparison) for story in stories)
+    return [replace(story, since=since, is_new=new) for story, (since, new) in zip(stories, starts, strict=True)]
 
 
 def _describe_start(places: Sequence[Place], report: Report, comparison: Comparison | None) -> tuple[str, bool]:
@@ -149,7 +146,8 @@ def _describe_start(places: Sequence[Place], report: Report, comparison: Compari
     """
     changes = comparison.failures if comparison is not None else ()
     failures = {(change.loader, change.check): change for change in changes}
-    new = [_new_parts(place, report, failures) for place in places]
+    this = run_of(report)
+    new = [sum(_new_in(check, place, this, failures) for check in _checks(place)) for place in places]
     fresh = [place for place, number in zip(places, new, strict=True) if number]
     if not fresh:
         return _describe_known(places, comparison), False
@@ -158,7 +156,7 @@ def _describe_start(places: Sequence[Place], report: Report, comparison: Compari
         if loaders < all_loaders:
             return f"new in {loaders} of {counted(all_loaders, 'loader')}", True
         return f"new in {len(fresh)} of {counted(len(places), 'check')}", True
-    found = sum(map(_parts, places))
+    found = sum(len(check.findings) or 1 for place in places for check in _checks(place))
     if sum(new) < found:
         return f"new in {sum(new)} of {counted(found, 'finding')}", True
     run = report.earlier[-1] if report.earlier else run_of(comparison.before) if comparison is not None else None
@@ -178,17 +176,8 @@ def _checks(place: Place) -> list[CheckRecord]:
     return [replace(check, findings=place.findings or check.findings) for check in place.checks]
 
 
-def _parts(place: Place) -> int:
-    return sum(len(check.findings) or 1 for check in _checks(place))
-
-
-def _new_parts(place: Place, report: Report, failures: dict[tuple[str, str], Change]) -> int:
-    """Return how many findings, or failures without any, were not there before, as far as is known."""
-    this = run_of(report)
-    return sum(_new_in(check, place, this, failures) for check in _checks(place))
-
-
 def _new_in(check: CheckRecord, place: Place, this: EarlierRun, failures: dict[tuple[str, str], Change]) -> int:
+    """Return how many findings, or failures without any, were not there before, as far as is known."""
     if check.history is not None:
         found = starts_of(check).get(this)
         return 0 if found is None else len(found) or 1

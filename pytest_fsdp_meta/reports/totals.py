@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.reports.causes import describe_failures, failing_loaders, is_crashed
+from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders, is_crashed
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,

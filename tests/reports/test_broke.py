@@ -100,7 +100,7 @@ def test_equal_values_are_one_line_and_others_name_their_loader():
         ("never written", 2, "a"),
         ("on meta", 1, "c"),
     ]
-    assert [chip.name for chip in card.chips] == ["a", "b", "c"]
+    assert [loader.short for loader, _ in card.chips] == ["a", "b", "c"]
     assert card.story.count == "3 checks failed in 3 loaders"
     assert card.story.again == "python -m pytest 't.py::a[no_meta_params]'"
 
@@ -110,6 +110,6 @@ def test_a_crash_names_the_line_of_the_user_and_leads_to_the_loader():
     crashed = replace(crashed, checks=tuple(replace(one, place="pkg/b.py:88") for one in crashed.checks))
     (card,) = cards(report(crashed))
     assert (card.story.count, card.story.origins) == ("1 loader crashed", ("pkg/b.py:88",))
-    assert [(chip.details, chip.cell) for chip in card.chips] == [("loader-1", "cell-1")]
+    assert [(target.anchor, target.cell) for _, target in card.chips] == [("loader-1", "cell-1")]
     bare = LoaderRecord("a.py::a", crashed.world, (), error="no rank started")
     assert [card.story.count for card in cards(report(bare))] == ["1 loader crashed"]

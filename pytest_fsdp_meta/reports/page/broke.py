@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.findings import Line, as_line
-from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
-from pytest_fsdp_meta.reports.story import Place, Story, stories_of, with_starts
+from pytest_fsdp_meta.reports.page.view import CheckView, LoaderView, PageView
+from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import group_similar
 
 MOST_CARDS = 12
@@ -30,22 +30,13 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Chip:
-    """A loader on a card: its name, its details, and its first cell in the table."""
-
-    name: str
-    title: str
-    details: str
-    cell: str
-
-
-@dataclass(frozen=True)
 class Card:
     """One cause, with what was found and where to read more."""
 
     story: Story
     values: tuple[Value, ...]
-    chips: tuple[Chip, ...]
+    chips: tuple[tuple[LoaderView, LoaderView | CheckView], ...]
+    """Each loader, with where its details and its first cell are: its own, or those of the check that failed."""
 
 
 def make_cards(page: PageView, comparison: Comparison | None) -> list[Card]:
@@ -55,16 +46,11 @@ def make_cards(page: PageView, comparison: Comparison | None) -> list[Card]:
     return [Card(story, tuple(_values(story, views)), tuple(_chips(story, views))) for story in stories]
 
 
-def _chips(story: Story, views: Mapping[int, LoaderView]) -> Iterator[Chip]:
-    first = {id(place.loader): place for place in reversed(story.places)}
-    yield from (_chip(views[id(loader)], first[id(loader)]) for loader in story.loaders)
-
-
-def _chip(loader: LoaderView, place: Place) -> Chip:
-    check = loader.checks[place.check.check] if place.check is not None and not loader.is_crashed else None
-    if check is None:
-        return Chip(loader.short, loader.title, loader.anchor, loader.cell)
-    return Chip(loader.short, loader.title, check.anchor, check.cell)
+def _chips(story: Story, views: Mapping[int, LoaderView]) -> Iterator[tuple[LoaderView, LoaderView | CheckView]]:
+    first = {id(place.loader): place.check for place in reversed(story.places)}
+    for record in story.loaders:
+        loader, check = views[id(record)], first[id(record)]
+        yield loader, loader if check is None or loader.is_crashed else loader.checks[check.check]
 
 
 def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterable[Value]:

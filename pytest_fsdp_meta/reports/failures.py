@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pytest_fsdp_meta.reports.schema import LoaderRecord, count_kinds, describe_count
+from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord, count_kinds, describe_count
 from pytest_fsdp_meta.text import counted
 
 REMOVE = "remove it from xfail"
@@ -15,13 +15,12 @@ def is_crashed(loader: LoaderRecord) -> bool:
     return bool(loader.error)
 
 
-def errors_by_reason(loaders: Iterable[LoaderRecord]) -> dict[tuple[str, str], list[str]]:
-    """Return (reason, loader) -> the checks with this error. Most often all checks of a loader share one reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            if check.status == "error" and not check.findings:
-                reasons.setdefault((check.reason, loader.loader), []).append(check.check)
+def errors_by_reason(loader: LoaderRecord) -> dict[str, list[CheckRecord]]:
+    """Return reason -> the checks with this error. Most often all checks of a loader share one reason."""
+    reasons: dict[str, list[CheckRecord]] = {}
+    for check in loader.checks:
+        if check.status == "error" and not check.findings:
+            reasons.setdefault(check.reason, []).append(check)
     return reasons
 
 
@@ -38,7 +37,7 @@ def count_failures(loaders: Sequence[LoaderRecord]) -> dict[str, int]:
     return {
         "crashed": len(crashed),
         "failed": counts["failed"],
-        "error": sum(len(errors_by_reason([loader])) for loader in others) + len(errors),
+        "error": sum(len(errors_by_reason(loader)) for loader in others) + len(errors),
         "xpassed": counts["xpassed"],
         "not run": counts["not run"],
     }

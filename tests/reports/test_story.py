@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.badge import badge
-from pytest_fsdp_meta.reports.causes import count_failures, describe_failures
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison
+from pytest_fsdp_meta.reports.failures import count_failures, describe_failures
 from pytest_fsdp_meta.reports.outcome import describe_result
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
