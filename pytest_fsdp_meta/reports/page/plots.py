@@ -82,7 +82,8 @@ class Plot:
 
     @property
     def y_ticks(self) -> list[tuple[str, str]]:
-        return [(percent(1 - self.y.place(tick)), self.y.write(tick)) for tick in self.y.ticks]
+        write = "{:.0e}".format if self.y.is_log else self.y.write
+        return [(percent(1 - self.y.place(tick)), write(tick)) for tick in self.y.ticks]
 
     def path(self, line: Line) -> str:
         """Return the path of a line."""
