@@ -13,9 +13,9 @@ import pytest
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
-from pytest_fsdp_meta.reports.earlier import EarlierReports, read_earlier
-from pytest_fsdp_meta.reports.history import PastRuns, describe_history
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.earlier import read_earlier
+from pytest_fsdp_meta.reports.history import Timeline, describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.outcome import decide_outcome
 from pytest_fsdp_meta.reports.schema import Outcome, Report
@@ -36,28 +36,27 @@ class Comparer:
     def __init__(self, settings: Settings) -> None:
         self._fail_on = settings.fail_on
         self._allowed = settings.allow_missing
-        self._earlier = EarlierReports()
+        self._timeline = Timeline()
         self.comparison: Comparison | None = None
         self._now: Report | None = None
         self.is_requested = bool(settings.compare)
         if settings.compare:
             try:
-                self._earlier = read_earlier(settings.compare, datetime.now(timezone.utc))
+                self._timeline = read_earlier(settings.compare, datetime.now(timezone.utc))
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
-        self._past = PastRuns(self._earlier.past)
         self._outcome: Outcome | None = None
 
     @property
     def problem(self) -> str:
         """Why there is no comparison although one was requested."""
-        return self._earlier.problem
+        return self._timeline.problem
 
     def add_earlier(self, report: Report) -> Report:
         """Return the report with what is known from the earlier runs: history, missing loaders, and the outcome."""
         is_failure = self.comparison is not None and self._fail_on != "failure"
         missing = self.comparison.missing if self.comparison is not None and is_failure else ()
-        return replace(self._past.add_to(report), missing=missing, outcome=self._outcome_for(report.exit_status))
+        return replace(self._timeline.add_to(report), missing=missing, outcome=self._outcome_for(report.exit_status))
 
     def _outcome_for(self, exit_status: int | None) -> Outcome | None:
         """Return the outcome unless pytest exits otherwise, as when nothing was judged or the report is incomplete."""
@@ -73,9 +72,7 @@ class Comparer:
         ``is_selected`` says whether the run was asked for a loader.
         """
         self._now = report
-        if self._earlier.before is not None:
-            which, notes = self._earlier.which, self._earlier.notes
-            self.comparison = compare(self._earlier.before, report, is_selected, self._is_allowed, which, notes)
+        self.comparison = self._timeline.compare(report, is_selected, self._is_allowed)
         if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return status
         bad = status != pytest.ExitCode.OK
@@ -99,7 +96,7 @@ class Comparer:
         """Yield the lines of the section in the terminal; the last says whether the run passes."""
         if self.problem:
             yield self.problem, RED
-            yield from ((f"  {note}", {}) for note in shorten_list(self._earlier.notes))
+            yield from ((f"  {note}", {}) for note in shorten_list(self._timeline.notes))
         changes = describe_comparison(self.comparison) if self.comparison is not None else ()
         history = describe_history(self._now) if self._now is not None else ()
         for kind, headline, lines in (*changes, *history):

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.plugin.collection import SKIPPED
 from pytest_fsdp_meta.plugin.failure_lines import LINE, FailureLine
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.reports.causes import REMOVE, explain_pass
+from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord
 from pytest_fsdp_meta.reports.summary import evenness_of, record_findings, summarise

@@ -6,17 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pytest_fsdp_meta.reports.causes import (
-    CRASH,
-    FINDING,
-    UNEXPECTED_PASS,
-    FailureGroup,
-    Place,
-    explain_pass,
-    group_failures,
-)
+from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
-from pytest_fsdp_meta.reports.terminal import describe_finding
+from pytest_fsdp_meta.reports.story import CRASH, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
 from pytest_fsdp_meta.text import counted, first_of
 
 MOST = 10
@@ -56,14 +48,14 @@ def annotate(
     fail the run. The first line of each cause comes before the second line of any.
     """
     by_cause: list[dict[Location, _Problem]] = []
-    for group in group_failures(loaders):
+    for story in stories_of(loaders):
         places: dict[Location, _Problem] = {}
-        for place in group.places:
+        for place in story.places:
             for check in place.checks:
                 where = locations.get(check.nodeid)
                 if where is not None:
                     excused = is_excused(check.nodeid)
-                    new = _Problem(place.loader.loader, _describe(group, place, check), _advice(group), excused)
+                    new = _Problem(place.loader.loader, _describe(story, place, check), _advice(story), excused)
                     problem = places.setdefault(where, new)
                     problem.excused &= excused
                     problem.checks += [check.check] if check.check not in problem.checks else []
@@ -76,19 +68,18 @@ def annotate(
         yield f"::notice::{counted(len(listed) - MOST, 'more annotation')} of fsdp conformance: see the summary"
 
 
-def _describe(group: FailureGroup, place: Place, check: CheckRecord) -> str:
+def _describe(story: Story, place: Place, check: CheckRecord) -> str:
     """Return the first finding, or the reason of another failure."""
-    if group.kind == UNEXPECTED_PASS:
+    if story.kind == UNEXPECTED_PASS:
         return explain_pass(check.reason, check.check)
     if not place.findings:
-        return place.loader.error if group.kind == CRASH else check.reason or check.status
-    more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""
-    return describe_finding(place.findings[0]) + more
+        return place.loader.error if story.kind == CRASH else check.reason or check.status
+    return place.found
 
 
-def _advice(group: FailureGroup) -> str:
-    cause = group.cause if group.kind == FINDING and group.places[0].findings else ""
-    return "; ".join(filter(None, [cause, group.remedy]))
+def _advice(story: Story) -> str:
+    cause = story.cause if story.kind == FINDING and story.places[0].findings else ""
+    return "; ".join(filter(None, [cause, story.remedy]))
 
 
 def _command(where: Location, problem: _Problem) -> str:

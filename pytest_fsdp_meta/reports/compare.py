@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.causes import explain_pass
+from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -32,10 +32,12 @@ DRIFT = 10.0
 ROUNDING = 1e-6
 """... and further than this, relatively: float32 rounding differs from machine to machine."""
 MISSING = "removed or renamed on purpose? --fsdp-allow-missing accepts it"
-WORSE = ("failures", "missing", "slower", "drifted")
-"""Kinds of changes for the worse."""
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
+OF_CHECKS = ("failures", "no_longer_judged", "dependent", "expected", "fixed", "changed", "known")
+"""The fields of ``Comparison`` that are about checks; one check is in at most one of them."""
+FAILING_ANY = ("removed", "no_longer_judged", "dependent", "slower", "drifted")
+"""The fields that fail a run with ``--fsdp-fail-on=any``, beside loaders that are gone."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,6 @@ class Change:
     check: str
     before: CheckRecord | None
     now: CheckRecord | None
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A number of one loader in both runs: seconds, or the relative distance of its losses from the reference."""
-
-    loader: str
-    before: float
-    now: float
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,10 @@ class Comparison:
     """Failing in both runs, with other findings on the same tensors, or on fewer."""
     known: tuple[Change, ...] = ()
     """Failing in both runs with the same findings."""
-    slower: tuple[Measurement, ...] = ()
-    drifted: tuple[Measurement, ...] = ()
+    slower: tuple[str, ...] = ()
+    """Loaders that take longer to load, with the seconds of both runs."""
+    drifted: tuple[str, ...] = ()
+    """Loaders whose losses are further from the reference, with the relative distance in both runs."""
     added: tuple[str, ...] = ()
     """Loaders and checks that the earlier run does not have."""
     missing: tuple[str, ...] = ()
@@ -97,14 +92,18 @@ class Comparison:
     left_out: tuple[str, ...] = ()
     """Why files that were given as earlier reports were not read, one line each."""
 
+    def count(self, name: str) -> int:
+        """Return the number of changes in one of the fields. Errors of a loader with the same reason are one."""
+        changes = getattr(self, name)
+        return count_changes(changes) if name in OF_CHECKS else len(changes)
+
     def fails(self, on: str) -> bool:
         """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
             # A check that was not run might have failed in a new way.
             return bool(self.failures or self.missing) or bool(count_kinds(self.now.loaders)["not run"])
-        gone = self.missing or self.unselected or self.removed
-        changed = self.no_longer_judged or self.dependent or gone or self.slower or self.drifted
-        return (on == "any" and bool(changed)) or is_bad(self.now.loaders)
+        is_changed = on == "any" and any(getattr(self, name) for name in ("missing", "unselected", *FAILING_ANY))
+        return is_changed or is_bad(self.now.loaders)
 
 
 def compare(
@@ -120,7 +119,8 @@ def compare(
     Of a loader that ``now`` lacks, ``is_selected`` says whether the run was asked for it, and ``is_allowed`` whether it
     may be missing. ``which`` and ``left_out`` are those of ``Comparison``.
     """
-    old, new = _by_name(before, now), _by_name(now, before)
+    repeated = repeated_in(before, now)
+    old, new = _by_name(before, repeated), _by_name(now, repeated)
     changes: dict[str, list[Change]] = {}
     for change in _pair_checks(old, new):
         changes.setdefault(_classify(change), []).append(change)
@@ -161,13 +161,21 @@ def _gone(
     return {reason: tuple(found) for reason, found in groups.items()}
 
 
-def _by_name(report: Report, other: Report) -> dict[str, LoaderRecord]:
-    """Return name -> loader. The name has the world where a report has the loader in several worlds."""
-    counts = [Counter(record.loader for record in one.loaders) for one in (report, other)]
-    repeated = {name for count in counts for name, times in count.items() if times > 1}
+def repeated_in(*reports: Report) -> frozenset[str]:
+    """Return the loaders that one of the reports has in several worlds."""
+    counts = [Counter(record.loader for record in report.loaders) for report in reports]
+    return frozenset(name for count in counts for name, times in count.items() if times > 1)
+
+
+def name_of(loader: LoaderRecord, repeated: frozenset[str]) -> str:
+    """Return what identifies a loader in several reports: it has the world where one of them has it in several."""
+    return f"{loader.loader}, {loader.world}" if loader.loader in repeated else loader.loader
+
+
+def _by_name(report: Report, repeated: frozenset[str]) -> dict[str, LoaderRecord]:
     named: dict[str, LoaderRecord] = {}
     for record in report.loaders:
-        name = f"{record.loader}, {record.world}" if record.loader in repeated else record.loader
+        name = name_of(record, repeated)
         while name in named:
             name += " again"
         named[name] = record
@@ -229,18 +237,18 @@ def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRec
     return check.status, reason, frozenset(map(mask, check.findings))
 
 
-def _slower_loads(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measurement]:
+def _slower_loads(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
     for old, new in in_both:
         before, now = old.seconds.get("loading", math.nan), new.seconds.get("loading", math.nan)
         if old.world == new.world and now > max(before * SLOWER, before + LEAST_SLOWER):
-            yield Measurement(new.loader, before, now)
+            yield f"{new.loader}: {now:.1f} s, before {before:.1f} s"
 
 
-def _drifted_losses(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[Measurement]:
+def _drifted_losses(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
     for old, new in in_both:
         before, now = _largest_distance(old), _largest_distance(new)
         if now > max(before * DRIFT, ROUNDING):
-            yield Measurement(new.loader, before, now)
+            yield f"{new.loader}: relative distance {now:.1e}, before {before:.1e}"
 
 
 def _largest_distance(loader: LoaderRecord) -> float:
@@ -286,48 +294,53 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a field of ``Comparison`` is described: above its list, and as a number of changes in one line."""
+
+    headline: str
+    number: Callable[[int], str] = "{} new".format
+    mark: str = "neutral"
+    hint: str = ""
+
+
+KINDS = {
+    "failures": Kind("new failures", lambda number: counted(number, "new failure"), "worse"),
+    "missing": Kind("missing loaders", "{} missing".format, "worse", f" ({MISSING})"),
+    "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check".format),
+    "no_longer_judged": Kind("no longer judged", "{} no longer judged".format),
+    "changed": Kind("known failures, other findings", "{} known with other findings".format),
+    "known": Kind("known failures, same findings", "{} known".format),
+    "expected": Kind("xfailed now", "{} xfailed now".format),
+    "fixed": Kind("fixed", "{} fixed".format, "better"),
+    "slower": Kind("slower loads", lambda number: counted(number, "slower load"), "worse"),
+    "drifted": Kind("losses further from the reference", "{} with losses further from the reference".format, "worse"),
+    "added": Kind("new in this run"),
+    "allowed": Kind("missing loaders that are allowed", "{} missing as allowed".format),
+    "unselected": Kind("not selected in this run", "{} not selected".format),
+    "removed": Kind("checks that this version lacks", lambda number: f"{counted(number, 'check')} removed"),
+    "environment": Kind("environment changes"),
+    "caveats": Kind("limits of this comparison"),
+    "left_out": Kind("earlier reports left out"),
+}
+"""Field of ``Comparison`` -> its description, in the order of the lists."""
+OF_RESULTS = ("failures", "fixed", "known", "changed", "expected", "dependent", "no_longer_judged", "slower", "drifted")
+OF_COVERAGE = ("added", "missing", "allowed", "unselected", "removed")
+"""The fields whose changes a line counts, in its order: of what both runs have, and of what only one has."""
+
+
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (kind, headline, lines) for each kind of change; the kind is the field of ``Comparison``."""
-    if comparison.failures:
-        headline = f"new failures: {count_changes(comparison.failures)}"
-        yield "failures", headline, shorten_list(_describe_by_loader(comparison.failures))
-    if comparison.missing:
-        headline = f"missing loaders: {len(comparison.missing)} ({MISSING})"
-        yield "missing", headline, shorten_list(map(printable, comparison.missing))
-    changes = (
-        ("dependent", "skipped because of a failed check", comparison.dependent),
-        ("no_longer_judged", "no longer judged", comparison.no_longer_judged),
-        ("changed", "known failures, other findings", comparison.changed),
-        ("known", "known failures, same findings", comparison.known),
-        ("expected", "xfailed now", comparison.expected),
-        ("fixed", "fixed", comparison.fixed),
-    )
-    for kind, headline, group in changes:
-        if group:
-            yield kind, f"{headline}: {count_changes(group)}", shorten_list(_describe_by_loader(group))
-    if comparison.slower:
-        lines = shorten_list(map(_describe_slower, comparison.slower))
-        yield "slower", f"slower loads: {len(comparison.slower)}", lines
-    if comparison.drifted:
-        headline = f"losses further from the reference: {len(comparison.drifted)}"
-        yield "drifted", headline, shorten_list(map(_describe_drifted, comparison.drifted))
-    lists = (
-        ("added", "new in this run", comparison.added),
-        ("allowed", "missing loaders that are allowed", comparison.allowed),
-        ("unselected", "not selected in this run", comparison.unselected),
-        ("removed", "checks that this version lacks", comparison.removed),
-        ("environment", "environment changes", comparison.environment),
-        ("caveats", "limits of this comparison", comparison.caveats),
-        ("left_out", "earlier reports left out", comparison.left_out),
-    )
-    for kind, headline, names in lists:
-        if names:
-            yield kind, f"{headline}: {len(names)}", shorten_list(map(printable, names))
+    for name, kind in KINDS.items():
+        if number := comparison.count(name):
+            changes = getattr(comparison, name)
+            lines = _describe_by_loader(changes) if name in OF_CHECKS else map(printable, changes)
+            yield name, f"{kind.headline}: {number}{kind.hint}", shorten_list(lines)
 
 
 def mark_of(kind: str) -> str:
     """Return "worse", "better" or "neutral" for a kind of change or of history."""
-    return "worse" if kind in WORSE else "better" if kind == "fixed" else "neutral"
+    return KINDS[kind].mark if kind in KINDS else "neutral"
 
 
 def describe_verdict(comparison: Comparison) -> str:
@@ -340,23 +353,14 @@ def describe_verdict(comparison: Comparison) -> str:
 
 def describe_changes(comparison: Comparison) -> str:
     """Return how many changes of each kind there are, such as "1 new failure, 2 fixed"."""
-    parts = [
-        (counted(count_changes(comparison.failures), "new failure"), comparison.failures),
-        (f"{count_changes(comparison.fixed)} fixed", comparison.fixed),
-        (f"{count_changes(comparison.known)} known", comparison.known),
-        (f"{count_changes(comparison.changed)} known with other findings", comparison.changed),
-        (f"{count_changes(comparison.expected)} xfailed now", comparison.expected),
-        (f"{count_changes(comparison.dependent)} skipped because of a failed check", comparison.dependent),
-        (f"{count_changes(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
-        (counted(len(comparison.slower), "slower load"), comparison.slower),
-        (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
-        (f"{len(comparison.added)} new", comparison.added),
-        (f"{len(comparison.missing)} missing", comparison.missing),
-        (f"{len(comparison.allowed)} missing as allowed", comparison.allowed),
-        (f"{len(comparison.unselected)} not selected", comparison.unselected),
-        (f"{counted(len(comparison.removed), 'check')} removed", comparison.removed),
-    ]
-    return ", ".join(text for text, changes in parts if changes) or "no changes"
+    return ", ".join(describe_numbers(comparison, (*OF_RESULTS, *OF_COVERAGE))) or "no changes"
+
+
+def describe_numbers(comparison: Comparison, names: Iterable[str]) -> Iterator[str]:
+    """Yield a text such as "2 fixed" for each of these fields of ``Comparison`` that has changes."""
+    for name in names:
+        if number := comparison.count(name):
+            yield KINDS[name].number(number)
 
 
 def count_changes(changes: Iterable[Change]) -> int:
@@ -390,11 +394,3 @@ def _describe_reason(change: Change) -> str:
         return f" {explain_pass(printable(now.reason))}"
     reason = describe_finding(now.findings[0]) if now.findings else now.reason
     return f" ({printable(reason)})" if reason else ""
-
-
-def _describe_slower(load: Measurement) -> str:
-    return f"{printable(load.loader)}: {load.now:.1f} s, before {load.before:.1f} s"
-
-
-def _describe_drifted(losses: Measurement) -> str:
-    return f"{printable(losses.loader)}: relative distance {losses.now:.1e}, before {losses.before:.1e}"

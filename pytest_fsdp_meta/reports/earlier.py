@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from pytest_fsdp_meta.reports.history import MOST_RUNS, UNKNOWN_TIME, describe_moment, run_of, time_of
+from pytest_fsdp_meta.reports.history import MOST_RUNS, UNKNOWN_TIME, Timeline, describe_moment, run_of, time_of
 from pytest_fsdp_meta.reports.io import FILE, UnknownSchema, read_report
 from pytest_fsdp_meta.reports.schema import Report
 from pytest_fsdp_meta.text import counted
@@ -26,21 +26,6 @@ AHEAD = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class EarlierReports:
-    """What was read. ``before`` is the run to compare with: of several, the last that passed."""
-
-    before: Report | None = None
-    past: tuple[Report, ...] = ()
-    """All that were read, with the results of checks only, oldest first."""
-    which: str = ""
-    """Which of several runs ``before`` is."""
-    notes: tuple[str, ...] = ()
-    """One line for each report that was left out."""
-    problem: str = ""
-    """Why there is nothing to compare with."""
-
-
-@dataclass(frozen=True)
 class _Source:
     """A file that may be a report. One that was named on its own has to be."""
 
@@ -48,36 +33,32 @@ class _Source:
     named: bool
 
 
-def read_earlier(paths: Sequence[str], now: datetime) -> EarlierReports:
+def read_earlier(paths: Sequence[str], now: datetime) -> Timeline:
     """Read the reports at these paths: files, folders of one report, or folders of many.
 
     Raises ValueError, in one line, for a named file that is not a report. In a folder, such a file is noted.
     """
     sources = list(dict.fromkeys(source for path in paths for source in _find(Path(path))))
     reports, notes = _read_last(sources, now)
-    if len(sources) == 1 and sources[0].named and notes:
-        return EarlierReports(problem=f"no comparison: {notes[0]}")
     is_single = len(sources) == 1 and sources[0].named
+    if is_single and notes:
+        return Timeline(problem=f"no comparison: {notes[0]}")
     # Several runs are compared with the last that passed, so that what broke since then stays new until it is fixed.
-    for path, chosen in reversed(list(reports)):
+    for path, chosen in reversed(list(reports.items())):
         if is_single or _passed(chosen):
             try:
                 before = read_report(path)
             except ValueError as error:
                 notes.append(str(error))
-                reports = [one for one in reports if one[0] != path]
+                del reports[path]
                 continue
             which = "" if is_single else f"the last run that passed ({len(reports)} read)"
-            return EarlierReports(before, _without_paths(reports), which, tuple(notes))
+            return Timeline(reports.values(), before, which, notes)
     problem = f"no earlier run passed ({len(reports)} read), so every failure counts"
     if not reports:
         left_out = f" ({counted(len(notes), 'file')} left out)" if notes else ""
         problem = f"no report in {', '.join(paths)}{left_out}, so every failure counts"
-    return EarlierReports(past=_without_paths(reports), notes=tuple(notes), problem=f"no comparison: {problem}")
-
-
-def _without_paths(reports: Iterable[tuple[Path, Report]]) -> tuple[Report, ...]:
-    return tuple(report for _, report in reports)
+    return Timeline(reports.values(), notes=notes, problem=f"no comparison: {problem}")
 
 
 def _find(path: Path) -> Iterator[_Source]:
@@ -95,12 +76,12 @@ def _find(path: Path) -> Iterator[_Source]:
                     yield _Source(Path(folder, name), named=False)
 
 
-def _read_last(sources: Iterable[_Source], now: datetime) -> tuple[list[tuple[Path, Report]], list[str]]:
+def _read_last(sources: Iterable[_Source], now: datetime) -> tuple[dict[Path, Report], list[str]]:
     """Return the last runs, oldest first, with a note on each file that was left out."""
-    reports: list[tuple[Path, Report]] = []
+    reports: dict[Path, Report] = {}
     notes: list[str] = []
     for source in sorted(sources, key=lambda source: _time_in(source.path), reverse=True):
-        enough = len(reports) >= MOST_RUNS - 1 and any(_passed(report) for _, report in reports)
+        enough = len(reports) >= MOST_RUNS - 1 and any(map(_passed, reports.values()))
         if (enough or len(reports) >= MOST_READ) and not source.named:
             continue  # a report that was named may follow
         try:
@@ -114,15 +95,14 @@ def _read_last(sources: Iterable[_Source], now: datetime) -> tuple[list[tuple[Pa
             notes.append(str(error))
             continue
         started = time_of(report.header.started)
-        same = next((path for path, known in reports if _is_same_run(known, report)), None)
+        same = next((path for path, known in reports.items() if _is_same_run(known, report)), None)
         if same is not None:
             notes.append(f"{source.path}: the same run as {same}")
         elif started > now + AHEAD and not source.named:
             notes.append(f"{source.path}: started {describe_moment(run_of(report))}, later than this run")
         else:
-            reports.append((source.path, report))
-    reports.sort(key=lambda one: time_of(one[1].header.started))
-    return reports, notes
+            reports[source.path] = report
+    return dict(sorted(reports.items(), key=lambda one: time_of(one[1].header.started))), notes
 
 
 def _is_same_run(one: Report, other: Report) -> bool:

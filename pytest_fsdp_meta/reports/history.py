@@ -5,12 +5,12 @@ A check may fail for one cause after another, so each finding has a start of its
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import groupby
 
+from pytest_fsdp_meta.reports.compare import Comparison, compare, name_of, repeated_in
 from pytest_fsdp_meta.reports.schema import (
     ABSENT,
     FAILED,
@@ -68,28 +68,52 @@ def run_of(report: Report) -> EarlierRun:
     return EarlierRun(report.header.started, report.header.commit, report.exit_status)
 
 
-class PastRuns:
-    """The results of earlier runs. They are computed once, since the report is written many times during a run."""
+class Timeline:
+    """Earlier runs, and the one of them with which a run is compared: of several, the last that passed.
 
-    def __init__(self, earlier: Iterable[Report]) -> None:
-        self._past = sorted(earlier, key=lambda report: time_of(report.header.started))
-        self._repeated = frozenset().union(*map(_repeated_names, self._past))
+    ``past`` needs the results of checks only. What is known from it is computed once, since the report is written many
+    times during a run.
+    """
+
+    def __init__(
+        self,
+        past: Iterable[Report] = (),
+        before: Report | None = None,
+        which: str = "",
+        notes: Sequence[str] = (),
+        problem: str = "",
+    ) -> None:
+        self.past = tuple(sorted(past, key=lambda report: time_of(report.header.started)))
+        self.before, self.which = before, which
+        self.notes = tuple(notes)
+        """One line for each file that was left out."""
+        self.problem = problem
+        """Why there is nothing to compare with."""
+        self._repeated = repeated_in(*self.past)
         self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, list[Before]]]] = {}
-        """Names of loaders in several worlds; this run may have more of them -> what is known from earlier runs."""
+        """Loaders in several worlds, of which this run may have more -> what is known from earlier runs."""
+
+    def compare(
+        self, now: Report, is_selected: Callable[[str], bool], is_allowed: Callable[[str], bool]
+    ) -> Comparison | None:
+        """Compare the run with the earlier one, as ``compare`` does; None without one."""
+        if self.before is None:
+            return None
+        return compare(self.before, now, is_selected, is_allowed, self.which, self.notes)
 
     def add_to(self, now: Report) -> Report:
         """Return the report with the history of each check, from earlier reports and from the histories in them."""
-        if not self._past:
+        if not self.past:
             return now
-        names = _Names(self._repeated | _repeated_names(now))
-        if names.repeated not in self._known:
-            self._known[names.repeated] = _columns(self._past, names), _by_place(self._past, names)
-        columns, earlier = self._known[names.repeated]
+        repeated = self._repeated | repeated_in(now)
+        if repeated not in self._known:
+            self._known[repeated] = _columns(self.past, repeated), _by_place(self.past, repeated)
+        columns, earlier = self._known[repeated]
         runs = [column.run for column in columns]
         this = run_of(now)
 
         def check_with_history(loader: LoaderRecord, check: CheckRecord) -> CheckRecord:
-            place = names.of(loader), check.check
+            place = name_of(loader, repeated), check.check
             results = "".join(column.results.get(place, ABSENT) for column in columns)
             before = earlier.get(place, [])
             carried = next((one.history for _, one, _ in before if one.history is not None), None)
@@ -104,47 +128,31 @@ class PastRuns:
 
 def with_history(now: Report, earlier: Iterable[Report]) -> Report:
     """Return the report with the history of each check in these earlier ones."""
-    return PastRuns(earlier).add_to(now)
+    return Timeline(earlier).add_to(now)
 
 
-def _repeated_names(report: Report) -> frozenset[str]:
-    count = Counter(loader.loader for loader in report.loaders)
-    return frozenset(name for name, times in count.items() if times > 1)
-
-
-class _Names:
-    """Names loaders in the same way in all reports: with the world where some report has the loader in several."""
-
-    def __init__(self, repeated: frozenset[str]) -> None:
-        self.repeated = repeated
-
-    def of(self, loader: LoaderRecord) -> str:
-        return f"{loader.loader}, {loader.world}" if loader.loader in self.repeated else loader.loader
-
-
-def _columns(past: Sequence[Report], names: _Names) -> list[_Column]:
+def _columns(past: Sequence[Report], repeated: frozenset[str]) -> list[_Column]:
     """Return the last runs, oldest first. What a report says of itself counts more than what later ones say of it."""
     columns: dict[tuple[str, str], _Column] = {}
     for report in past:
         for index, run in enumerate(report.earlier):
             column = columns.setdefault((run.started, run.commit), _Column(run))
-            for place, check in _places(report, names):
+            for place, check in _places(report, repeated):
                 letter = check.history.results[index : index + 1] if check.history else ABSENT
                 if letter in NAMES and letter != ABSENT:
                     column.results.setdefault(place, letter)
-    own = [_Column(run_of(report), _own_results(report, names)) for report in past]
+    own = [
+        _Column(run_of(report), {place: letter_of(check) for place, check in _places(report, repeated)})
+        for report in past
+    ]
     known = {(column.run.started, column.run.commit) for column in own}
     others = [column for key, column in columns.items() if key not in known]
     return sorted((*others, *own), key=lambda column: time_of(column.run.started))[-(MOST_RUNS - 1) :]
 
 
-def _own_results(report: Report, names: _Names) -> dict[Place, str]:
-    return {place: letter_of(check) for place, check in _places(report, names)}
-
-
-def _places(report: Report, names: _Names) -> Iterator[tuple[Place, CheckRecord]]:
+def _places(report: Report, repeated: frozenset[str]) -> Iterator[tuple[Place, CheckRecord]]:
     for loader in report.loaders:
-        name = names.of(loader)
+        name = name_of(loader, repeated)
         for check in loader.checks:
             yield (name, check.check), check
 
@@ -154,11 +162,11 @@ def letter_of(check: CheckRecord) -> str:
     return LETTERS.get(check.status, ABSENT)
 
 
-def _by_place(past: Sequence[Report], names: _Names) -> dict[Place, list[Before]]:
+def _by_place(past: Sequence[Report], repeated: frozenset[str]) -> dict[Place, list[Before]]:
     """Return what the reports have of each check, newest first."""
     earlier: dict[Place, list[Before]] = {}
     for report in reversed(past):
-        for place, check in _places(report, names):
+        for place, check in _places(report, repeated):
             earlier.setdefault(place, []).append((run_of(report), check, failures_of(check)))
     return earlier
 

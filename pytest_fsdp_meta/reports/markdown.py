@@ -8,22 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from pytest_fsdp_meta.reports.causes import (
-    CRASH,
-    ERROR,
-    FINDING,
-    UNEXPECTED_PASS,
-    FailureGroup,
-    group_failures,
-    is_crashed,
-)
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.failures import is_crashed
 from pytest_fsdp_meta.reports.history import describe_history
-from pytest_fsdp_meta.reports.news import describe_news
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, LoaderRecord, Report, count_kinds, how_many, is_bad
-from pytest_fsdp_meta.reports.terminal import MOST_LINES, describe_finding, printable, shorten_list
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Story, stories_of, with_starts
+from pytest_fsdp_meta.reports.terminal import MOST_LINES, printable, shorten_list
+from pytest_fsdp_meta.text import first_of
 
 COLUMNS = ("passed", "partly checked", "failed", "error")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"
@@ -105,38 +97,35 @@ def _world(loader: LoaderRecord) -> str:
 
 
 def _failures(report: Report, comparison: Comparison | None) -> Iterator[str]:
-    groups = group_failures(report.loaders)
+    stories = with_starts(stories_of(report.loaders), report, comparison)
     for kind, headline in HEADLINES.items():
-        same = [group for group in groups if group.kind == kind]
+        same = [story for story in stories if story.kind == kind]
         if same:
             yield from [f"**{headline}**", ""]
-            for group in same[:MOST_LINES]:
-                yield from _describe_group(group, describe_news(group.places, report, comparison)[0])
+            for story in same[:MOST_LINES]:
+                yield from _describe_story(story)
             if len(same) > MOST_LINES:
                 yield f"* and {len(same) - MOST_LINES} more"
             yield ""
 
 
-def _describe_group(group: FailureGroup, news: str) -> Iterator[str]:
+def _describe_story(story: Story) -> Iterator[str]:
     """Yield the cause and the remedy, and a line for each check that failed, with all loaders where it failed alike."""
-    since = f" ({escaped(news)})" if news else ""
-    if group.kind == CRASH:
-        loaders = [place.loader.loader for place in group.places]
-        yield f"* {escaped(group.cause)}: {escaped(first_of(loaders, MOST_NAMED))}{since}"
+    since = f" ({escaped(story.since)})" if story.since else ""
+    if story.kind == CRASH:
+        loaders = [place.loader.loader for place in story.places]
+        yield f"* {escaped(story.cause)}: {escaped(first_of(loaders, MOST_NAMED))}{since}"
         return
-    subject = f"**{escaped(group.subject)}**, {'likely cause: ' if group.cause else ''}" if group.subject else ""
-    yield f"* {subject}{escaped(group.headline)}{since}"
-    if group.remedy:
-        yield f"  * remedy: {escaped(group.remedy)}"
-    found: dict[tuple[str, str], list[str]] = {}
-    for place in group.places:
-        more = f", and {counted(len(place.findings) - 1, 'more finding')}" if len(place.findings) > 1 else ""
-        what = f": {describe_finding(place.findings[0])}{more}" if place.findings else ""
-        found.setdefault((first_of([check.check for check in place.checks]), what), []).append(place.loader.loader)
-    lines = [
-        f"  * {escaped(f'{checks} in {first_of(where, MOST_NAMED)}{what}')}" for (checks, what), where in found.items()
-    ]
-    yield from lines[:MOST_LINES]
+    subject = f"**{escaped(story.subject)}**, {'likely cause: ' if story.cause else ''}" if story.subject else ""
+    yield f"* {subject}{escaped(story.headline)}{since}"
+    if story.remedy:
+        yield f"  * remedy: {escaped(story.remedy)}"
+    alike: dict[tuple[str, str], list[str]] = {}
+    for place in story.places:
+        checks = first_of([check.check for check in place.checks])
+        alike.setdefault((checks, f": {place.found}" if place.found else ""), []).append(place.loader.loader)
+    lines = [f"{checks} in {first_of(where, MOST_NAMED)}{found}" for (checks, found), where in alike.items()]
+    yield from (f"  * {escaped(line)}" for line in lines[:MOST_LINES])
     if len(lines) > MOST_LINES:
         yield f"  * and {len(lines) - MOST_LINES} more"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_fsdp_meta.reports.causes import describe_failures
-from pytest_fsdp_meta.reports.compare import Comparison, count_changes
+from pytest_fsdp_meta.reports.compare import FAILING_ANY, Comparison, count_changes, describe_numbers
+from pytest_fsdp_meta.reports.failures import describe_failures
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -56,17 +56,10 @@ def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, o
 def _what_is_worse(comparison: Comparison, fail_on: str) -> Iterator[str]:
     if comparison.missing:
         yield f"{counted(len(comparison.missing), 'loader')} missing"
-    if fail_on != "any":
-        return
-    counts = (
-        (counted(len(comparison.unselected), "loader") + " not selected", comparison.unselected),
-        (counted(len(comparison.removed), "check") + " removed", comparison.removed),
-        (f"{count_changes(comparison.no_longer_judged)} no longer judged", comparison.no_longer_judged),
-        (f"{count_changes(comparison.dependent)} skipped because of a failed check", comparison.dependent),
-        (counted(len(comparison.slower), "slower load"), comparison.slower),
-        (f"{len(comparison.drifted)} with losses further from the reference", comparison.drifted),
-    )
-    yield from (text for text, changes in counts if changes)
+    if fail_on == "any":
+        if comparison.unselected:
+            yield f"{counted(len(comparison.unselected), 'loader')} not selected"
+        yield from describe_numbers(comparison, FAILING_ANY)
 
 
 def describe_counts_of(report: Report) -> str:

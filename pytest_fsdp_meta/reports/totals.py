@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.reports.causes import (
-    CRASH,
-    ERROR,
-    FINDING,
-    UNEXPECTED_PASS,
-    FailureGroup,
-    Place,
-    describe_failures,
-    failing_loaders,
-    group_failures,
-    is_crashed,
-)
+from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders, is_crashed
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -27,6 +16,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
+from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
 from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
 from pytest_fsdp_meta.text import counted, first_of
 
@@ -123,36 +113,35 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
 
 
 def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
-    groups = group_failures(loaders)
-    numbered = list(enumerate(groups, 1))
+    stories = stories_of(loaders)
     for kind, (label, noun) in LABELS.items():
-        same = [(number, group) for number, group in numbered if group.kind == kind]
-        for number, group in same[:MOST_CAUSES]:
-            yield from _describe_group(f"{number}. {label}: " if group.cause else f"{number}. ", group)
+        same = [story for story in stories if story.kind == kind]
+        for story in same[:MOST_CAUSES]:
+            yield from _describe_story(f"{story.number}. {label}: " if story.cause else f"{story.number}. ", story)
         if len(same) > MOST_CAUSES:
             yield f"... and {counted(len(same) - MOST_CAUSES, f'more {noun}')}", RED
-    if groups:
+    if stories:
         yield "", {}
 
 
-def _describe_group(label: str, group: FailureGroup) -> Iterator[Line]:
+def _describe_story(label: str, story: Story) -> Iterator[Line]:
     yield "", {}
-    yield paragraph(label, group.headline), {"bold": True}
-    if group.remedy:
-        yield paragraph("   remedy: ", group.remedy), {}
-    for place in group.places[:MOST_PLACES]:
-        yield f"   {_describe_place(group, place)}", {}
-    if len(group.places) > MOST_PLACES:
-        yield f"   ... and {len(group.places) - MOST_PLACES} more", {}
+    yield paragraph(label, story.headline), {"bold": True}
+    if story.remedy:
+        yield paragraph("   remedy: ", story.remedy), {}
+    for place in story.places[:MOST_PLACES]:
+        yield f"   {_describe_place(story, place)}", {}
+    if len(story.places) > MOST_PLACES:
+        yield f"   ... and {len(story.places) - MOST_PLACES} more", {}
 
 
-def _describe_place(group: FailureGroup, place: Place) -> str:
+def _describe_place(story: Story, place: Place) -> str:
     where = printable(place.loader.loader)
     if place.check is None:
         return where
     if place.findings:
         return f"{place.check.check} in {where}: {first_of(list(map(describe_finding, place.findings)))}"
-    if group.kind == CRASH:
+    if story.kind == CRASH:
         return f"{where}: {counted(len(place.checks), 'check')} not judged"
     return f"{first_of([check.check for check in place.checks])} in {where}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace, TracedCall
+from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
 from pytest_fsdp_meta.checks.tracing.judge.calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
 from pytest_fsdp_meta.checks.tracing.judge.origin import Place, describe_place, find_place
 from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
@@ -20,15 +20,6 @@ MOST_BEGINNINGS = 4
 """Other beginnings with rows of their own, in one phase."""
 FEWEST_FOLDED = 4
 """The least number of calls that share a row."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call with its state, and how far it is off, in each column of ranks."""
-
-    call: TracedCall
-    states: tuple[str, ...]
-    distances: tuple[float | None, ...]
 
 
 def record_step(traces: Sequence[RankTrace]) -> TracedStep | None:
@@ -114,11 +105,11 @@ def _rows(
         start = index + 1
 
 
-def _in_columns(one: MergedCall, columns: Sequence[Sequence[int]]) -> _Call:
-    """Return the worst state of the ranks in each column, and how far off the farthest rank is."""
+def _in_columns(one: MergedCall, columns: Sequence[Sequence[int]]) -> MergedCall:
+    """Return the call with a state for each column, the worst of its ranks, and how far off the farthest rank is."""
     states = [max((NAMES[one.states[rank]] for rank in ranks), key=SEVERITY.__getitem__) for ranks in columns]
     distances = [_farthest([one.distances[rank] for rank in ranks]) for ranks in columns]
-    return _Call(one.call, tuple(states), tuple(distances))
+    return replace(one, states=tuple(states), distances=tuple(distances), how=())
 
 
 def _farthest(distances: Sequence[float | None]) -> float | None:
@@ -126,7 +117,7 @@ def _farthest(distances: Sequence[float | None]) -> float | None:
     return None if known is None else float(f"{known:.3g}")
 
 
-def _rows_of_their_own(merged: Sequence[_Call], near: int) -> Collection[int]:
+def _rows_of_their_own(merged: Sequence[MergedCall], near: int) -> Collection[int]:
     """Return the calls ``near`` the first that departs, and those next to others where a column ceases to agree."""
     first = next((index for index, one in enumerate(merged) if "departs" in one.states), None)
     others = [index for index, one in enumerate(merged) if _begins(one, merged[index - 1] if index else None)]
@@ -135,14 +126,14 @@ def _rows_of_their_own(merged: Sequence[_Call], near: int) -> Collection[int]:
     return {other for index, reach in around for other in range(index - reach, index + reach + 1)}
 
 
-def _begins(one: _Call, before: _Call | None) -> bool:
+def _begins(one: MergedCall, before: MergedCall | None) -> bool:
     off = ("in between", "departs")
     return any(
         state in off and (before is None or before.states[column] not in off) for column, state in enumerate(one.states)
     )
 
 
-def _row(calls: Sequence[_Call], kinds: Mapping[str, str]) -> TracedRow:
+def _row(calls: Sequence[MergedCall], kinds: Mapping[str, str]) -> TracedRow:
     first, several = calls[0].call, len(calls) > 1
     by_column = list(zip(*(one.states for one in calls), strict=True))
     worst = [max(states, key=SEVERITY.__getitem__) for states in by_column]

@@ -38,7 +38,7 @@ def with_causes(made: Report) -> Report:
     return replace(made, loaders=tuple(loaders))
 
 
-def cards(now: Report, before: Report | None = None) -> tuple[Card, ...]:
+def cards(now: Report, before: Report | None = None) -> list[Card]:
     return make_cards(build_view(now), None if before is None else compare(before, now))
 
 
@@ -46,7 +46,7 @@ def test_a_card_says_whether_its_cause_is_new():
     now = report(failing("a.py::a"), failing("a.py::b"))
 
     def news(before: Report | None) -> list[str]:
-        return [card.news for card in cards(now, before)]
+        return [card.story.since for card in cards(now, before)]
 
     assert news(None) == [""]
     assert news(factory.passing(now)) == ["new since the run of 2026-11-19 21:04:00 (0123abc+)"]
@@ -58,7 +58,7 @@ def test_a_loader_in_two_worlds_is_new_in_one():
     worlds = [failing("a.py::a", mesh={"dp_shard": size}) for size in (2, 4)]
     passed = loader("a.py::a", {"dp_shard": 4})
     (card,) = cards(report(*worlds), report(worlds[0], passed))
-    assert card.news == "new in 1 of 2 loaders"
+    assert card.story.since == "new in 1 of 2 loaders"
 
 
 def test_the_history_counts_more_than_a_baseline_of_several_runs_ago():
@@ -68,10 +68,10 @@ def test_the_history_counts_more_than_a_baseline_of_several_runs_ago():
     compared = compare(ninth, now, which="the last run that passed (13 read)")
     assert {change.check for change in compared.failures} == {"loss_parity", "params_equal_reference"}
     since = "broken since 2026-11-10 02:17:00 (aaaaaaaaa)"
-    with_baseline = [card.news for card in make_cards(build_view(now), compared)]
+    with_baseline = [card.story.since for card in make_cards(build_view(now), compared)]
     new = "new since the run of 2026-11-13 02:17:00 (ddddddddd)"
     assert with_baseline == [new, since]
-    assert [card.news for card in cards(now)] == [new, since], "none of the earlier runs passed"
+    assert [card.story.since for card in cards(now)] == [new, since], "none of the earlier runs passed"
 
 
 def test_a_cause_is_new_although_its_check_failed_before_for_another_one():
@@ -81,9 +81,9 @@ def test_a_cause_is_new_although_its_check_failed_before_for_another_one():
     now = report(failing("a.py::a", others=[other]))
     for one in (now, with_history(now, [before])):
         old, new = make_cards(build_view(one), compare(before, one))
-        assert (new.news, new.is_new) == ("new since the run of 2026-11-19 02:17:00 (before)", True)
-        assert not old.is_new
-        assert old.news in (
+        assert (new.story.since, new.story.is_new) == ("new since the run of 2026-11-19 02:17:00 (before)", True)
+        assert not old.story.is_new
+        assert old.story.since in (
             "broken since 2026-11-19 02:17:00 (before)",
             "also in the run of 2026-11-19 02:17:00 (before)",
         )
@@ -91,7 +91,7 @@ def test_a_cause_is_new_although_its_check_failed_before_for_another_one():
 
 def test_one_of_several_tensors_with_a_cause_is_new():
     now = report(failing("a.py::a", others=[finding("rotary.original", **CAUSE)]))
-    assert [card.news for card in cards(now, report(failing("a.py::a")))] == ["new in 1 of 2 findings"]
+    assert [card.story.since for card in cards(now, report(failing("a.py::a")))] == ["new in 1 of 2 findings"]
 
 
 def test_equal_values_are_one_line_and_others_name_their_loader():
@@ -100,16 +100,16 @@ def test_equal_values_are_one_line_and_others_name_their_loader():
         ("never written", 2, "a"),
         ("on meta", 1, "c"),
     ]
-    assert [chip.name for chip in card.chips] == ["a", "b", "c"]
-    assert card.count == "3 checks failed in 3 loaders"
-    assert card.again == "python -m pytest 't.py::a[no_meta_params]'"
+    assert [loader.short for loader, _ in card.chips] == ["a", "b", "c"]
+    assert card.story.count == "3 checks failed in 3 loaders"
+    assert card.story.again == "python -m pytest 't.py::a[no_meta_params]'"
 
 
 def test_a_crash_names_the_line_of_the_user_and_leads_to_the_loader():
     crashed = raised()
     crashed = replace(crashed, checks=tuple(replace(one, place="pkg/b.py:88") for one in crashed.checks))
     (card,) = cards(report(crashed))
-    assert (card.count, card.origins) == ("1 loader crashed", ("pkg/b.py:88",))
-    assert [(chip.details, chip.cell) for chip in card.chips] == [("loader-1", "cell-1")]
+    assert (card.story.count, card.story.origins) == ("1 loader crashed", ("pkg/b.py:88",))
+    assert [(target.anchor, target.cell) for _, target in card.chips] == [("loader-1", "cell-1")]
     bare = LoaderRecord("a.py::a", crashed.world, (), error="no rank started")
-    assert [card.count for card in cards(report(bare))] == ["1 loader crashed"]
+    assert [card.story.count for card in cards(report(bare))] == ["1 loader crashed"]

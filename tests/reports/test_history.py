@@ -15,7 +15,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.earlier import read_earlier
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
-    PastRuns,
+    Timeline,
     describe_history,
     describe_results,
     describe_since,
@@ -160,7 +160,7 @@ def test_earlier_reports_are_read_once_however_often_the_report_is_written():
             return super().__iter__()
 
     first = night(1)
-    past = PastRuns([replace(first, loaders=Counted(first.loaders))])
+    past = Timeline([replace(first, loaders=Counted(first.loaders))])
     assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")
     read = len(turns)
     assert days(history_of(past.add_to(night(2, "failed")))) == ("c2", "c1")

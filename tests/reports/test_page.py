@@ -21,10 +21,12 @@ from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
+from pytest_fsdp_meta.reports.page.charts import loss_chart
 from pytest_fsdp_meta.reports.page.findings import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
-from pytest_fsdp_meta.reports.page.rendering import HERE, describe_bytes, describe_duration, describe_time, printable
+from pytest_fsdp_meta.reports.page.rendering import printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
+from pytest_fsdp_meta.reports.page.units import describe_bytes, describe_duration, describe_time
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
     SKIPS,
@@ -43,11 +45,6 @@ from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
-VENDORED = {
-    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
-    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
-    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
-}
 
 
 class Reader(HTMLParser):
@@ -449,14 +446,58 @@ def test_bytes_by_dtype(dtype, size):
     assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
 
 
+def plots(page: str) -> list[str]:
+    """Return the plots of a page."""
+    return re.findall(r'<svg class="plot".*?</svg>\n</?(?:ul|details|p)', page, re.DOTALL)
+
+
+def values(plot: str) -> list[str]:
+    """Return what a plot shows when it is pointed at, from left to right."""
+    return re.findall(r"<title>(.*?)</title>", plot, re.DOTALL)
+
+
 def test_losses_that_are_nan_or_infinite():
     record = loader()
     nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5, 4.5))
-    record = replace(record, summary=replace(record.summary, losses=nan))
-    page = Reader(render(report(record)))
-    (points,) = [a["data-points"] for _, a in page.elements if a.get("data-chart") == "difference"]
-    assert json.loads(points or "") == {"lost": [2], "difference": [1e-9, None], "allowed": [None, None]}
-    assert "NaN or infinite at step 2, marked on the axis." in page.text
+    page = render(report(replace(record, summary=replace(record.summary, losses=nan))))
+    difference = plots(page)[0]
+    assert values(difference) == ["step: 1\ndifference: 1e-09", "step: 2\ndifference: none"]
+    assert re.findall(r'<svg class="lost" x="([^"]*)"', difference) == ["88.46%"]
+    assert "NaN or infinite at step 2, marked on the axis." in Reader(page).text
+    nothing = Curves((float("nan"),) * 2, ((float("nan"),) * 2,), ())
+    page = render(report(replace(record, summary=replace(record.summary, losses=nothing))))
+    assert values(plots(page)[0]) == [f"step: {step}\nmean of ranks: none" for step in (1, 2)]
+    assert "NaN or infinite at step 1, 2, marked on the axis." in Reader(page).text
+
+
+def test_plots_show_their_values_where_they_are_pointed_at():
+    difference, memory, *_ = plots(render(report()))
+    assert values(difference)[1] == "step: 2\ndifference: 0.019\nallowed: 1e-05"
+    assert difference.count('class="off"') == 2
+    assert re.findall(r"rank 0: (.*)", values(memory)[3]) == ["64.0 KiB"]
+    assert values(memory)[3].endswith("whole model: 48.0 KiB\na rank may hold: 96.0 KiB")
+    assert re.findall(r'<path class="line hue-(.)" data-ranks="(.)"', memory) == [(rank, rank) for rank in "0123"]
+
+
+def test_a_plot_of_many_ranks_has_no_legend_and_says_the_range():
+    record = loader()
+    memory = tuple(replace(factory.memory(0), timeline=((0.1, 1024 * rank),)) for rank in range(40))
+    page = render(report(replace(record, summary=replace(record.summary, memory=memory, load_budget=0))))
+    plot = plots(page)[1]
+    assert values(plot)[-1] == "seconds since loading began: 0.1\n0 B to 48.0 KiB"
+    assert '<ul class="key"' not in plot
+    assert plot.count('class="line hue-3 again"') == 4
+
+
+@pytest.mark.parametrize("values", [(2.0, 2.0), (0.0, 0.0), (1e308, -3.0), (2.0, 2.0 + 1e-15), (5.0,)])
+def test_any_losses_can_be_plotted(values):
+    plot = loss_chart(Curves(values, (values,), ())).plot
+    assert len(plot.x.ticks) == len(values)
+    assert 2 <= len(plot.y.ticks) <= 7
+    assert all(0 <= plot.y.place(tick) <= 1 for tick in plot.y.ticks)
+    differences = loss_chart(Curves(values, (values,), values, (0.0,) * len(values))).plot
+    assert not differences.area
+    assert [line.label for line in differences.lines] == ["difference"]
 
 
 def test_a_loader_that_crashed_before_any_check():
@@ -505,15 +546,6 @@ def test_numbers_are_abbreviated():
     # Values that round up to the next unit are written in it.
     assert [describe_duration(seconds) for seconds in (0.9996, 59.97, 119.7)] == ["1.0 s", "1 min 0 s", "2 min 0 s"]
     assert [describe_bytes(size) for size in (2**20 - 1, 2**20)] == ["1.0 MiB", "1.0 MiB"]
-
-
-def test_vendored_files_are_unchanged():
-    vendor = HERE.joinpath("vendor")
-    found = {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in vendor.iterdir()}
-    assert found == VENDORED
-    page = render(report())
-    assert vendor.joinpath("uPlot.iife.min.js").read_text().splitlines()[0] in page  # its name, address and version
-    assert vendor.joinpath("uPlot.LICENSE").read_text() in page  # the page contains a copy of uPlot
 
 
 def test_a_usual_page_is_small(tmp_path):

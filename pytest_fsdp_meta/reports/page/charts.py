@@ -1,16 +1,19 @@
-"""The data of the charts: losses against the reference, and memory against the model's size and the budget."""
+"""The charts of a loader: losses against the reference, and memory against the model's size and the budget."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
+from pytest_fsdp_meta.reports.page.plots import Line, Plot, bytes_axis, linear_axis, log_axis, step_axis, time_axis
+from pytest_fsdp_meta.reports.page.units import describe_loss
 from pytest_fsdp_meta.reports.schema import Curves, Summary
 
 FLOOR = 1e-9
 """Relative differences are drawn on a log scale, and equal losses at this height."""
+HUES = 8
+"""Colours of ranks; the lines of further ones are dashed."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,20 @@ class LossRow:
 
 @dataclass(frozen=True)
 class LossChart:
-    """The losses as a table, and what the script plots of them."""
+    """The losses as a table and as a plot."""
 
     rows: tuple[LossRow, ...]
     slices: int
-    points: str
+    plot: Plot
 
     @property
     def has_reference(self) -> bool:
         return any(row.reference is not None for row in self.rows)
 
     @property
-    def lost(self) -> tuple[int, ...]:
+    def lost(self) -> tuple[float, ...]:
         """The steps, from 1, whose loss is NaN or infinite on the ranks or in the reference."""
-        return tuple(step for step, row in enumerate(self.rows, 1) if not _is_finite(row))
+        return self.plot.lost
 
     @property
     def off(self) -> tuple[int, ...]:
@@ -54,36 +57,78 @@ class LossChart:
 
 @dataclass(frozen=True)
 class MemoryChart:
-    """The memory of each rank while loading. ``points`` is empty without timelines."""
+    """The memory of each rank while loading. There is no plot without timelines."""
 
     model: int
     budget: int
-    points: str
+    plot: Plot | None
 
 
 def loss_chart(losses: Curves) -> LossChart:
     """Return the chart of the losses: their difference from the reference's, or the losses without a reference."""
     largest = max([1e-12, *(abs(value) for value in losses.reference if isfinite(value))])
     rows = tuple(_row(losses, step, largest) for step in range(len(losses.mean)))
-    points: dict[str, object] = {"lost": [step for step, row in enumerate(rows, 1) if not _is_finite(row)]}
-    if losses.reference:
-        points["difference"] = [_drawn(row.difference) for row in rows]
-        points["allowed"] = [row.allowed for row in rows]
-    else:
-        points |= {"mean": _finite(losses.mean), "ranks": [_finite(one) for one in losses.ranks]}
-    return LossChart(rows, len(losses.ranks), json.dumps(points, separators=(",", ":"), allow_nan=False))
+    plot = _plot_differences(rows) if losses.reference else _plot_losses(losses, rows)
+    return LossChart(rows, len(losses.ranks), plot)
 
 
 def memory_chart(summary: Summary) -> MemoryChart | None:
     """Return the chart of the memory; None if it was not measured."""
     if not summary.memory:
         return None
-    points = ""
-    if any(one.timeline for one in summary.memory):
-        lines = [one.timeline for one in summary.memory]
-        facts = {"ranks": lines, "model": summary.model_bytes, "budget": summary.load_budget}
-        points = json.dumps(facts, separators=(",", ":"), allow_nan=False)
-    return MemoryChart(summary.model_bytes, summary.load_budget, points)
+    plot = _plot_memory(summary) if any(one.timeline for one in summary.memory) else None
+    return MemoryChart(summary.model_bytes, summary.load_budget, plot)
+
+
+def _plot_differences(rows: Sequence[LossRow]) -> Plot:
+    difference = Line(
+        "difference", "main", [(step, _drawn(row.difference)) for step, row in _steps(rows)], has_dots=True
+    )
+    allowed = Line("allowed", "allowed", [(step, _positive(row.allowed)) for step, row in _steps(rows)])
+    known = [value for _, value in (*difference.points, *allowed.points) if value is not None]
+    low, high = min([1e-7, *known]) / 2, max([1e-4, *known]) * 3
+    has_band = any(value is not None for _, value in allowed.points)
+    return Plot(
+        step_axis(len(rows)),
+        log_axis("relative difference", low, high, lambda value: f"{value:.2g}"),
+        (difference, allowed) if has_band else (difference,),
+        _lost(rows),
+        allowed if has_band else None,
+        frozenset(step for step, row in _steps(rows) if row.is_off),
+    )
+
+
+def _plot_losses(losses: Curves, rows: Sequence[LossRow]) -> Plot:
+    curves = losses.ranks if len(losses.ranks) > 1 else ()
+    slices = [Line(f"slice {slice_}", "slice", _finite(curve)) for slice_, curve in enumerate(curves)]
+    lines = (*slices, Line("mean of ranks", "main", _finite(losses.mean), has_dots=True))
+    values = [value for line in lines for _, value in line.points if value is not None]
+    return Plot(step_axis(len(rows)), linear_axis("loss", values, describe_loss), lines, _lost(rows))
+
+
+def _plot_memory(summary: Summary) -> Plot:
+    ranks = [
+        Line(
+            f"rank {rank}", f"hue-{rank % HUES}{' again' if rank >= HUES else ''}", ((0, 0), *one.timeline), rank, True
+        )
+        for rank, one in enumerate(summary.memory)
+    ]
+    levels = (("whole model", "model", summary.model_bytes), ("a rank may hold", "budget", summary.load_budget))
+    lines = (*ranks, *(Line(label, style, ((0, level),), is_stepped=True) for label, style, level in levels if level))
+    return Plot(
+        time_axis("seconds since loading began", max(line.points[-1][0] for line in ranks)),
+        bytes_axis("live bytes on the host", max(value or 0 for line in lines for _, value in line.points)),
+        lines,
+    )
+
+
+def _steps(rows: Sequence[LossRow]) -> list[tuple[int, LossRow]]:
+    return list(enumerate(rows, 1))
+
+
+def _lost(rows: Sequence[LossRow]) -> tuple[int, ...]:
+    """Return the steps, from 1, whose loss is NaN or infinite on the ranks or in the reference."""
+    return tuple(step for step, row in _steps(rows) if not _is_finite(row))
 
 
 def _row(losses: Curves, step: int, largest: float) -> LossRow:
@@ -108,5 +153,9 @@ def _drawn(difference: float | None) -> float | None:
     return max(difference, FLOOR) if difference is not None and isfinite(difference) else None
 
 
-def _finite(values: Iterable[float]) -> list[float | None]:
-    return [value if isfinite(value) else None for value in values]
+def _positive(value: float | None) -> float | None:
+    return value if value is not None and 0 < value < inf else None
+
+
+def _finite(values: Sequence[float]) -> list[tuple[float, float | None]]:
+    return [(step, value if isfinite(value) else None) for step, value in enumerate(values, 1)]

@@ -7,10 +7,8 @@ import hashlib
 import json
 import shlex
 import zlib
-from datetime import datetime
 from functools import cache
 from importlib.resources import files
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,13 @@ from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
+from pytest_fsdp_meta.reports.page.units import (
+    describe_bytes,
+    describe_duration,
+    describe_integer,
+    describe_loss,
+    describe_time,
+)
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
@@ -33,14 +38,13 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 HERE = files("pytest_fsdp_meta.reports.page")
-STYLES = ("vendor/uPlot.min.css", "templates/page.css", "templates/history.css")
+STYLES = ("templates/page.css", "templates/plots.css", "templates/history.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_OPEN = 5
 """Lines of a kind of change that are open when the page opens; "What broke" has the new failures."""
 MOST_DETAILED = 60
 """Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
-VENDORED = ("vendor/uPlot.LICENSE", "vendor/uPlot.iife.min.js")
-SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "charts", "state", "matrix", "filters", "links", "start"))
+SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "state", "matrix", "filters", "links", "start"))
 
 
 def write_page(report: Report, path: Path, comparison: Comparison | None = None, problem: str = "") -> None:
@@ -54,7 +58,7 @@ def write_page(report: Report, path: Path, comparison: Comparison | None = None,
 
 def render(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the page as text."""
-    styles, scripts = _joined(STYLES), _joined(VENDORED) + _in_function(_joined(SCRIPTS))
+    styles, scripts = _joined(STYLES), _in_function(_joined(SCRIPTS))
     early = _joined(("templates/early.js",))
     page = build_view(report)
     return (
@@ -150,9 +154,8 @@ def _read(name: str) -> str:
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    """Return files exactly as the page embeds them, since its policy has their hash. A licence becomes a comment."""
-    texts = ((f"/*!\n{_read(name)}*/" if name.endswith("LICENSE") else _read(name).strip()) for name in names)
-    return "\n" + "\n".join(texts) + "\n"
+    """Return files exactly as the page embeds them, since its policy has their hash."""
+    return "\n" + "\n".join(_read(name).strip() for name in names) + "\n"
 
 
 def _in_function(text: str) -> str:
@@ -179,43 +182,3 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
-
-
-def describe_bytes(size: int | None) -> str:
-    """Return a text such as "1.5 MiB"."""
-    if size is None:
-        return "unknown"
-    value, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5:  # larger values would be rounded to 1024
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-
-
-def describe_duration(seconds: float) -> str:
-    """Return a text such as "12 ms", "3.4 s" or "5 min 20 s"."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
-
-
-def describe_time(text: str) -> str:
-    """Return an ISO 8601 time as "2026-11-20 22:30:00 UTC"; any other text unchanged."""
-    try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M:%S %Z")
-    except ValueError:
-        return text
-
-
-def describe_integer(value: float) -> str:
-    """Return a text such as "1,234"."""
-    return f"{value:,}"
-
-
-def describe_loss(value: float) -> str:
-    """Return a loss with six digits, or "nan" or "inf"."""
-    return f"{value:.6g}" if isfinite(value) else str(value)

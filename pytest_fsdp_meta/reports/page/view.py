@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
-from pytest_fsdp_meta.reports.causes import describe_failures, explain_pass, is_crashed
+from pytest_fsdp_meta.reports.failures import describe_failures, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause

@@ -18,13 +18,7 @@ function insert(section, html) {
   if (!packed) return;
   holder.innerHTML = html;
   packed.replaceWith(holder.content);
-  prepare(section);
   filterSection(section, state());
-}
-// Tables below charts are open without JavaScript, which closes them and draws the charts.
-function prepare(within) {
-  all(".numbers", within).forEach((details) => { details.open = false; });
-  all(".plot", within).forEach((place) => seen.observe(place));
 }
 function numbers(text) {
   const found = [];
@@ -57,7 +51,7 @@ function filterSection(section, now, names = matchTensors(now.tensor)) {
     (!names || node.dataset.names === undefined || has(names, node.dataset.names));
   const narrowed = names || now.rank !== "";
   const tally = { findings: [0, 0], layouts: [0, 0] };
-  all("[data-ranks], [data-names]", section).forEach((node) => { node.hidden = !fits(node); });
+  all("[data-ranks], [data-names]", section).forEach((node) => node.toggleAttribute("hidden", !fits(node)));
   all("[data-check]", section).forEach((node) => {
     let shown = fitsStatus(now, node.dataset.check, node.dataset.kind);
     if (node.matches(".result")) {
@@ -92,7 +86,6 @@ function filter() {
   const excluded = new Set(narrowed ? all(".result[data-check][hidden]").map((node) => node.id) : []);
   showRows(now, here, (check, kind) => fitsStatus(now, check, kind));
   if (narrowed) rows.forEach((row) => all(".cell", row).forEach((cell) => excluded.has(cell.hash.slice(1)) && cell.classList.add("dim")));
-  drawn.forEach((chart, place) => showRank(place, chart));
   markRank(now.rank);
   const share = ([some, total], noun) => (some === total ? "" : `${some} of `) + `${total} ${total === 1 && noun === "loaders" ? "loader" : total === 1 && noun === "findings" ? "finding" : total === 1 && noun === "layouts" ? "layout" : noun}`;
   const kinds = Object.keys(tally).filter((key) => key !== "layouts" || !root.matches(".packed"));

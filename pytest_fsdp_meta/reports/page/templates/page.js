@@ -9,7 +9,6 @@ const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.
 function applyTheme() {
   button.textContent = isDark() ? "☀ Light" : "☾ Dark";
   button.setAttribute("aria-label", isDark() ? "Switch to the light theme" : "Switch to the dark theme");
-  drawn.forEach((chart) => chart.redraw(false, true));
 }
 function switchTheme() {
   root.dataset.theme = isDark() ? "light" : "dark";

@@ -30,15 +30,12 @@ document.addEventListener("toggle", ({ target }) => target.open && target.matche
 button.addEventListener("click", switchTheme);
 dark.addEventListener("change", applyTheme);
 applyTheme();
-prepare(document);
-const plots = all(".plot");
-if (plots.length <= 12) plots.forEach(draw);
 if (form) { filter(); restoreState(); }
 
 // Paper shows what the screen shows, and all of the loaders that failed. It cannot wait for a section to be inflated,
 // so theirs are inflated ahead.
 const inflated = new Map();
-const PAPER = 640; // px, the width of a chart between the margins of A4
+const PAPER = 640; // px, the width between the margins of A4
 let before = null;
 const idle = () => new Promise((done) => (window.requestIdleCallback ?? setTimeout)(done));
 async function inflateFailing() {
@@ -61,8 +58,6 @@ addEventListener("beforeprint", () => {
   before.opened = wanted.filter((details) => !details.open);
   before.opened.forEach((details) => { details.open = true; });
   root.classList.add("paper");
-  all(".plot").forEach(draw);
-  drawn.forEach((chart, place) => { resize(place, PAPER); chart.redraw(false, true); });
   all(".scroller > table").forEach(fitPaper);
 });
 function fitPaper(table) {
@@ -77,5 +72,4 @@ addEventListener("afterprint", () => {
   all(".scroller > table").forEach((table) => { table.style.zoom = ""; });
   root.classList.remove("paper");
   before = null;
-  drawn.forEach((chart, place) => { resize(place, place.clientWidth); chart.redraw(false, true); });
 });

@@ -6,20 +6,13 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.badge import badge
-from pytest_fsdp_meta.reports.causes import (
-    CRASH,
-    ERROR,
-    FINDING,
-    UNEXPECTED_PASS,
-    count_failures,
-    describe_failures,
-    group_failures,
-)
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison
+from pytest_fsdp_meta.reports.failures import count_failures, describe_failures
 from pytest_fsdp_meta.reports.outcome import describe_result
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
+from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, stories_of
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.checks.test_memory import WHOLE, WIDTH, stored
@@ -37,8 +30,8 @@ def named(name: str, **checks: object) -> LoaderRecord:
 def shape(*loaders: LoaderRecord) -> list[tuple[str, str, list[tuple[str, int]]]]:
     """Return kind, cause, and the loaders with their number of checks."""
     return [
-        (group.kind, group.cause, [(place.loader.loader, len(place.checks)) for place in group.places])
-        for group in group_failures(loaders)
+        (story.kind, story.cause, [(place.loader.loader, len(place.checks)) for place in story.places])
+        for story in stories_of(loaders)
     ]
 
 
@@ -52,8 +45,8 @@ def test_loaders_with_the_same_finding_share_a_cause():
 
 def test_without_a_cause_each_check_is_one_of_its_own():
     failed = {id_: ("failed", [finding("scale")]) for id_ in ("no_meta_params", "loss_parity")}
-    groups = group_failures([named("a", **failed), named("b", **failed)])
-    assert [(group.headline, len(group.places)) for group in groups] == [
+    stories = stories_of([named("a", **failed), named("b", **failed)])
+    assert [(story.headline, len(story.places)) for story in stories] == [
         ("no_meta_params: no cause is known", 2),
         ("loss_parity: no cause is known", 2),
     ]
@@ -84,7 +77,7 @@ def test_an_unexpected_pass_reads_the_same_everywhere():
     one = loader(checks={"dcp_reshards": passed})
     sentence = "dcp_reshards passes, but xfail expects it to fail (issue 7)"
     assert shape(one) == [(UNEXPECTED_PASS, "issue 7", [(one.loader, 1)])]
-    assert group_failures([one])[0].headline == sentence
+    assert stories_of([one])[0].headline == sentence
     assert f"1. unexpected pass: {sentence}" in [line for line, _ in describe_totals([one])]
     assert f": {sentence}" in str(list(describe_comparison(compare(report(loader()), report(one)))))
     (annotation,) = annotate([one], {passed.nodeid: Location("t.py", 3)}, lambda nodeid: False)
@@ -105,7 +98,7 @@ def test_page_badge_and_summary_agree():
     assert describe_result(run).startswith(f"{failures}, ")
     assert str(badge(run)["message"]).startswith(f"{failures}, ")
     assert build_view(run).verdict[1] == failures
-    assert [len(group.places) for group in group_failures(run.loaders) if group.cause == LOST] == [3]
+    assert [len(story.places) for story in stories_of(run.loaders) if story.cause == LOST] == [3]
 
 
 def test_a_summary_has_the_limits_of_losses_and_memory():

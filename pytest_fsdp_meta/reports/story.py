@@ -1,0 +1,189 @@
+"""What broke in a run: one story per cause, with its places, its values, and since when it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from pytest_fsdp_meta.reports.compare import Change, Comparison
+from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
+from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
+from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
+from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, origins
+from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers
+
+CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Checks of one loader that failed for one cause: all that a crash or an error left without a result, else one."""
+
+    loader: LoaderRecord
+    checks: tuple[CheckRecord, ...]
+    findings: tuple[FindingRecord, ...] = ()
+
+    @property
+    def check(self) -> CheckRecord | None:
+        """The first of the checks; None if the loader crashed before any was planned."""
+        return self.checks[0] if self.checks else None
+
+    @property
+    def found(self) -> str:
+        """The first finding, and how many more there are; "" without findings."""
+        if not self.findings:
+            return ""
+        more = f", and {counted(len(self.findings) - 1, 'more finding')}" if len(self.findings) > 1 else ""
+        return describe_finding(self.findings[0]) + more
+
+
+@dataclass(frozen=True)
+class Story:
+    """Failures with one cause, in any number of loaders: what terminal, page, summary and annotations show of them."""
+
+    number: int
+    kind: str
+    """One of ``CRASH``, ``FINDING``, ``ERROR`` and ``UNEXPECTED_PASS``."""
+    cause: str
+    """The likely cause of findings; the reason of a crash, an error or an expectation."""
+    remedy: str
+    places: tuple[Place, ...]
+    since: str = ""
+    """Since when it is broken, as far as earlier runs show; empty without any."""
+    is_new: bool = False
+    """Whether some of it is new."""
+
+    @property
+    def loaders(self) -> list[LoaderRecord]:
+        return list({id(place.loader): place.loader for place in self.places}.values())
+
+    @property
+    def count(self) -> str:
+        """How many loaders or checks it concerns, such as "3 loaders crashed"."""
+        where = f" in {counted(len(self.loaders), 'loader')}" if len(self.loaders) > 1 else ""
+        checks = sum(len(place.checks) for place in self.places)
+        return {
+            CRASH: f"{counted(len(self.loaders), 'loader')} crashed",
+            FINDING: f"{counted(checks, 'check')} failed{where}",
+            UNEXPECTED_PASS: f"{counted(checks, 'unexpected pass')}{where}",
+            ERROR: f"error of {counted(checks, 'check')}{where}",
+        }[self.kind]
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Where the difference starts, or the user's lines that an error points to."""
+        found = (
+            origins(place.findings) if place.findings else filter(None, (check.place for check in place.checks))
+            for place in self.places
+        )
+        return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+    @property
+    def again(self) -> str:
+        """A command that runs the first of the checks again; "" if none is known."""
+        return next((check.again for place in self.places for check in place.checks if check.again), "")
+
+    @property
+    def subject(self) -> str:
+        """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
+        names = (finding.tensor for place in self.places for finding in place.findings)
+        return first_of(list(fold_names(name for name in names if name is not None)))
+
+    @property
+    def headline(self) -> str:
+        """The cause; for an unexpected pass what it means, and without a cause the check that failed."""
+        first = self.places[0].check
+        if first is not None and self.kind == UNEXPECTED_PASS:
+            return explain_pass(self.cause, first.check)
+        if self.cause or first is None:
+            return self.cause
+        return f"{first.check}: no cause is known"
+
+
+def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
+    """Return what broke, one story per cause: crashes first, then findings, errors and unexpected passes."""
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Place]]] = {}
+
+    def add(kind: str, cause: str, remedy: str, place: Place) -> None:
+        # Without a cause, only failures of one check are surely the same problem.
+        check = place.check.check if place.check is not None and not cause and not remedy else ""
+        # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
+        key = kind, cause if kind == FINDING else without_numbers(cause), remedy, check
+        groups.setdefault(key, []).append((cause, place))
+
+    for loader in filter(is_crashed, loaders):
+        add(CRASH, loader.error, "", Place(loader, tuple(check for check in loader.checks if check.status == "error")))
+    for loader in loaders:
+        for check in loader.checks:
+            for (cause, remedy), found in by_cause(check.findings if check.status in FAILED else ()).items():
+                add(FINDING, cause, remedy, Place(loader, (check,), tuple(found)))
+    for loader in loaders:
+        if not is_crashed(loader):
+            for reason, checks in errors_by_reason(loader).items():
+                add(ERROR, reason, "", Place(loader, tuple(checks)))
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == "xpassed" or (check.status == "failed" and not check.findings):
+                kind = UNEXPECTED_PASS if check.status == "xpassed" else FINDING
+                add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
+    return [
+        Story(number, kind, places[0][0], remedy, tuple(place for _, place in places))
+        for number, ((kind, _, remedy, _), places) in enumerate(groups.items(), 1)
+    ]
+
+
+def with_starts(stories: Sequence[Story], report: Report, comparison: Comparison | None) -> list[Story]:
+    """Return the stories with since when each cause is known, as far as earlier runs show."""
+    starts = (_describe_start(story.places, report, comparison) for story in stories)
+    return [replace(story, since=since, is_new=new) for story, (since, new) in zip(stories, starts, strict=True)]
+
+
+def _describe_start(places: Sequence[Place], report: Report, comparison: Comparison | None) -> tuple[str, bool]:
+    """Return since when a cause is known, and whether some of it is new; ("", False) without earlier runs.
+
+    The history of a check counts more than the comparison, whose baseline may have been several failing runs ago.
+    """
+    changes = comparison.failures if comparison is not None else ()
+    failures = {(change.loader, change.check): change for change in changes}
+    this = run_of(report)
+    new = [sum(_new_in(check, place, this, failures) for check in _checks(place)) for place in places]
+    fresh = [place for place, number in zip(places, new, strict=True) if number]
+    if not fresh:
+        return _describe_known(places, comparison), False
+    if len(fresh) < len(places):
+        loaders, all_loaders = (len({id(place.loader) for place in some}) for some in (fresh, places))
+        if loaders < all_loaders:
+            return f"new in {loaders} of {counted(all_loaders, 'loader')}", True
+        return f"new in {len(fresh)} of {counted(len(places), 'check')}", True
+    found = sum(len(check.findings) or 1 for place in places for check in _checks(place))
+    if sum(new) < found:
+        return f"new in {sum(new)} of {counted(found, 'finding')}", True
+    run = report.earlier[-1] if report.earlier else run_of(comparison.before) if comparison is not None else None
+    return f"new since the run of {describe_moment(run)}" if run is not None else "", True
+
+
+def _describe_known(places: Sequence[Place], comparison: Comparison | None) -> str:
+    runs = [run for place in places for check in _checks(place) for run in starts_of(check)]
+    if runs:
+        return f"broken since {describe_moment(min(runs, key=lambda run: time_of(run.started)))}"
+    is_known = comparison is not None and any(place.checks for place in places)
+    return f"also in the run of {describe_moment(run_of(comparison.before))}" if comparison and is_known else ""
+
+
+def _checks(place: Place) -> list[CheckRecord]:
+    """Return the checks with those findings only that have the place's cause."""
+    return [replace(check, findings=place.findings or check.findings) for check in place.checks]
+
+
+def _new_in(check: CheckRecord, place: Place, this: EarlierRun, failures: dict[tuple[str, str], Change]) -> int:
+    """Return how many findings, or failures without any, were not there before, as far as is known."""
+    if check.history is not None:
+        found = starts_of(check).get(this)
+        return 0 if found is None else len(found) or 1
+    names = place.loader.loader, f"{place.loader.loader}, {place.loader.world}"
+    change = next((failures[name, check.check] for name in names if (name, check.check) in failures), None)
+    if change is None:
+        return 0
+    known = failures_of(change.before) if change.before is not None else {}
+    return sum(failure not in known for failure in failures_of(check))
