@@ -1,9 +1,9 @@
-"""Collection: parametrizes marked tests, and stashes on each item which check, loader or world it is for."""
+"""Collection: parametrizes marked tests, makes their items, and prepares for those that are selected."""
 
 from __future__ import annotations
 
 import inspect
-import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Check, built_in
+from pytest_fsdp_meta.catalogue import Catalogue, Selection
 from pytest_fsdp_meta.loader.call import body
-from pytest_fsdp_meta.plugin._pytest_private import parameters
+from pytest_fsdp_meta.plugin import preloading
+from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate
+from pytest_fsdp_meta.plugin.items import SpmdItem, WorldItem
+from pytest_fsdp_meta.plugin.loader_items import Loader, LoaderItem
 from pytest_fsdp_meta.plugin.markers import (
     MARK,
     SPMD,
@@ -24,14 +27,12 @@ from pytest_fsdp_meta.plugin.markers import (
     read_world_marker_spec,
 )
 from pytest_fsdp_meta.plugin.node_ids import join_without_check
-from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.terminal import describe_checks
+from pytest_fsdp_meta.plugin.session import PluginSession
+from pytest_fsdp_meta.plugin.settings import Settings, runs_nothing
 from pytest_fsdp_meta.worlds import WorldSpec, choose, choose_simulated
 
 HIDDEN = getattr(pytest, "HIDDEN_PARAM", None)
 """Keeps the id of the only world out of the test's name; pytest before 8.4 shows it."""
-SKIPPED = pytest.StashKey[str]()
-"""The reason of a skip that pytest should report at the test, not at the call of ``pytest.skip``."""
 MOST_SIMULATED = 2**17
 """Ranks of a simulated world; each of its processes has lists of all."""
 ARGUMENT = "_fsdp_case"
@@ -48,60 +49,13 @@ class CheckCase:
 
 
 @dataclass(frozen=True)
-class LoaderItem:
-    """The identity of a loader's item, made once when pytest collects it."""
-
-    check: str
-    spec: ConformanceSpec
-    world: WorldSpec
-    name: str
-    """The loader in its world as reports show it: the node id without the check."""
-    key: str
-    """The same for all items of one loader in one world, and for no other item; stable from run to run."""
-
-
-@dataclass(frozen=True)
-class WorldItem:
-    """The world of a test that uses ranks and is not a loader."""
+class WorldCase:
+    """The parameter of the item of a test that uses ranks and is not a loader."""
 
     world: WorldSpec
     scope: str
-    """How long the ranks live: "function", "module" or "session"."""
     spmd: bool
     """Whether the whole body runs on the ranks."""
-
-
-LOADER_ITEM = pytest.StashKey[LoaderItem]()
-WORLD_ITEM = pytest.StashKey[WorldItem]()
-
-
-def read_catalogue(config: pytest.Config) -> Catalogue:
-    """Return the built-in checks and those of ``pytest_fsdp_checks`` hooks. Raises UsageError for a bad hook."""
-    catalogue = built_in()
-    for impl in config.hook.pytest_fsdp_checks.get_hookimpls():
-        try:
-            checks = impl.function()
-            if isinstance(checks, (Check, str)) or not isinstance(checks, Iterable):
-                raise ValueError(f"should return a list of checks, but returned {checks!r:.60}")
-            for check in checks:
-                catalogue.add(check)
-        except ValueError as error:
-            raise pytest.UsageError(f"{place_of(impl.plugin, config)}: hook pytest_fsdp_checks: {error}") from None
-    return catalogue
-
-
-def list_checks(config: pytest.Config) -> int | None:
-    """Print the catalogue and return the exit status where ``--fsdp-list-checks`` asks for it, else None."""
-    if not config.getoption("--fsdp-list-checks"):
-        return None
-    print(describe_checks(read_catalogue(config)))
-    return 0
-
-
-def place_of(plugin: object, config: pytest.Config) -> str:
-    """Return the file of a plugin relative to pytest's root folder, or its name where it has no file."""
-    file = getattr(plugin, "__file__", None)
-    return os.path.relpath(file, config.rootpath) if file else str(plugin)
 
 
 def marker_name(metafunc: pytest.Metafunc) -> str | None:
@@ -112,17 +66,23 @@ def marker_name(metafunc: pytest.Metafunc) -> str | None:
     return WORLD if WORLD in metafunc.fixturenames else None
 
 
-def parametrize(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue, gpus: int | None) -> None:
+def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
     """Give a test that uses ranks one item per world, and a loader one per world and check.
 
-    ``gpus`` is None where nothing will run: then missing devices are not an error. Raises ValueError for arguments of
-    the marker that are wrong.
+    An invalid argument of its marker is recorded as a usage problem.
     """
     mark = marker_name(metafunc)
-    if mark == MARK:
-        _parametrize_loader(metafunc, settings, catalogue, gpus)
-    elif mark is not None:
-        _parametrize_worlds(metafunc, mark, settings, gpus)
+    if mark is None:
+        return
+    try:
+        # With --collect-only, for example, devices need not exist, and counting them takes seconds.
+        gpus = None if runs_nothing(session.config) else session.devices.count_gpus()
+        if mark == MARK:
+            _parametrize_loader(metafunc, session.settings, session.catalogue, gpus)
+        else:
+            _parametrize_worlds(metafunc, mark, session.settings, gpus)
+    except ValueError as error:
+        session.usage_problems.append((metafunc.definition.nodeid, f"@{mark}: {error}"))
 
 
 def _parametrize_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings, gpus: int | None) -> None:
@@ -137,7 +97,7 @@ def _parametrize_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings
         ARGUMENT,
         [
             pytest.param(
-                WorldItem(world, spec.scope, mark == SPMD), id=f"world{world.size}" if len(worlds) > 1 else HIDDEN
+                WorldCase(world, spec.scope, mark == SPMD), id=f"world{world.size}" if len(worlds) > 1 else HIDDEN
             )
             for world in worlds
         ],
@@ -197,28 +157,62 @@ def require_plain_function(function: Callable[..., Any], what: str) -> None:
         raise ValueError(f"{what} should be a plain function, not a coroutine or a generator")
 
 
-def stash_identity(item: pytest.Item) -> None:
-    """Stash what the item is for: a LoaderItem, a WorldItem, or nothing for an ordinary test."""
-    case = parameters(item).get(ARGUMENT)
-    if isinstance(case, CheckCase):
-        assert item.parent is not None
-        # Parameters of other plugins, such as pytest-repeat, may follow the check in the name.
-        before, _, after = item.name.rpartition(case.check)
-        where = item.parent.nodeid
-        name = f"{where}::{join_without_check(before, after)}"
-        item.stash[LOADER_ITEM] = LoaderItem(case.check, case.spec, case.world, name, "\0".join((where, before, after)))
-    elif isinstance(case, WorldItem):
-        item.stash[WORLD_ITEM] = case
+def make_items(made: object) -> object:
+    """Return what pytest has made of a name in a module, with this plugin's items in place of those that use ranks."""
+    loaders: dict[str, Loader] = {}
+    if isinstance(made, list):
+        return [_make_item(one, loaders) for one in made]
+    return _make_item(made, loaders)
 
 
-def place_skip(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Report a skip that the plugin raised at the line of the test, not at a line of the plugin."""
-    reason = item.stash.get(SKIPPED, None)
-    if reason is not None and report.skipped:
-        report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")
+def _make_item(made: object, loaders: dict[str, Loader]) -> object:
+    if not isinstance(made, pytest.Function):
+        return made
+    case = parameters(made).get(ARGUMENT)
+    if isinstance(case, WorldCase):
+        test = recreate(SpmdItem if case.spmd else WorldItem, made)
+        test.world, test.scope = case.world, case.scope
+        return test
+    if not isinstance(case, CheckCase):
+        return made
+    item = recreate(LoaderItem, made)
+    item.check, item.spec, item.world = case.check, case.spec, case.world
+    # Parameters of other plugins, such as pytest-repeat, may follow the check in the name.
+    before, _, after = item.name.rpartition(case.check)
+    assert item.parent is not None
+    where = item.parent.nodeid
+    key, name = "\0".join((where, before, after)), f"{where}::{join_without_check(before, after)}"
+    item.shown = loaders.setdefault(key, Loader(key=key, name=name))
+    return item
 
 
-def runs_nothing(config: pytest.Config) -> bool:
-    """Return whether pytest was asked to show something instead of running tests, as ``--collect-only`` does."""
-    shown = ("collectonly", "setuponly", "setupplan", "showfixtures", "show_fixtures_per_test", "cacheshow")
-    return any(config.getoption(option, False) for option in shown)
+def plan(session: PluginSession, items: Iterable[pytest.Item]) -> None:
+    """Prepare for the selected items: which checks each loader needs, and what ranks import in the background.
+
+    A check leaves defects only to checks that report them.
+    """
+    if runs_nothing(session.config):
+        return
+    modules: dict[str, str] = {}
+    worlds: set[str] = set()
+    loaders: dict[str, Loader] = {}
+    failing, xfailing = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for item in items:
+        if isinstance(item, LoaderItem) and item.check not in item.spec.skip:
+            loader = loaders[item.loader.key] = item.loader
+            loader.checks.append(item.check)
+            worlds.update(f"{loader.key} {number}" for number in range(preloading.WORLDS_OF_A_LOADER))
+            marked = expectation(item)
+            if marked != "skip":
+                expected = item.check in item.spec.xfail or marked == "xfail"
+                (xfailing if expected else failing)[loader.key].add(item.check)
+        elif isinstance(item, WorldItem):
+            worlds.add(item.nodeid if item.scope == "function" else f"{item.scope} {item.world}")
+        else:
+            continue
+        modules[item.module.__name__] = str(item.path)
+    for key, loader in loaders.items():
+        loader.selection = Selection(frozenset(failing[key]), frozenset(xfailing[key]))
+    if modules:
+        session.engine.worlds = len(worlds)
+        preloading.begin(session.engine, modules, session.config, bool(loaders))

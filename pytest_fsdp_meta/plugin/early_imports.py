@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin.collection import runs_nothing
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
+from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.worlds import Engine
 
 STARTED = pytest.StashKey[bool]()

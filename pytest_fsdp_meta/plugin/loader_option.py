@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.plugin import preloading
-from pytest_fsdp_meta.plugin.collection import require_plain_function, runs_nothing
+from pytest_fsdp_meta.plugin.collection import require_plain_function
 from pytest_fsdp_meta.plugin.markers import MARK
 from pytest_fsdp_meta.plugin.named_loader import NamedLoader, Unfit, import_loader, model_type, modelling_modules
-from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.settings import Settings, runs_nothing
 from pytest_fsdp_meta.worlds import Engine
 
 

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from pytest_fsdp_meta.plugin import _pytest_private
-from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, WORLD_ITEM, LoaderItem
 from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import Engine, Sources
 
 WORLDS_OF_A_LOADER = 4
 """Its own, the reference's, and those of a second load and of one in another size."""
-
-
-def plan(engine: Engine, items: Iterable[pytest.Item], config: pytest.Config) -> None:
-    """Start importing torch, and the test modules of the items that will run on ranks."""
-    modules: dict[str, str] = {}
-    loaders = False
-    worlds: set[str] = set()
-    for item in items:
-        loader = item.stash.get(LOADER_ITEM, None)
-        runs_loader = loader is not None and loader.check not in loader.spec.skip
-        if runs_loader or WORLD_ITEM in item.stash:
-            assert isinstance(item, pytest.Function)
-            loaders = loaders or runs_loader
-            worlds.update(_worlds_of(item, loader))
-            modules[item.module.__name__] = str(item.path)
-    if modules:
-        engine.worlds = len(worlds)
-        begin(engine, modules, config, loaders)
-
-
-def _worlds_of(item: pytest.Item, loader: LoaderItem | None) -> list[str]:
-    """Return a name for each world that the item starts; items that share a world return the same ones."""
-    if loader is not None:
-        return [f"{loader.key} {number}" for number in range(WORLDS_OF_A_LOADER)]
-    world = item.stash[WORLD_ITEM]
-    return [item.nodeid if world.scope == "function" else f"{world.scope} {world.world}"]
 
 
 def begin(engine: Engine, modules: Mapping[str, str], config: pytest.Config, loaders: bool) -> None:

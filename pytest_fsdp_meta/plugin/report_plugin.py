@@ -16,14 +16,14 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
-from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
 from pytest_fsdp_meta.plugin.comparer import Comparer
-from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged
-from pytest_fsdp_meta.plugin.loader_items import planned_context
+from pytest_fsdp_meta.plugin.evidence_items import is_judged
+from pytest_fsdp_meta.plugin.items import CheckItem
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
-from pytest_fsdp_meta.plugin.settings import Settings, settings_elsewhere
+from pytest_fsdp_meta.plugin.session import PluginSession
+from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
@@ -33,19 +33,24 @@ from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header,
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 
-NAME = "fsdp_report"
 EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+
+
+def register(config: pytest.Config, session: PluginSession) -> None:
+    """Register the plugin in the process that pytest was started in."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ReportPlugin(config, session), "fsdp_report")
 
 
 class ReportPlugin:
     """Records the results of loaders, writes their report while the run goes on, and decides its exit status."""
 
-    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+    def __init__(self, config: pytest.Config, session: PluginSession) -> None:
         self._config = config
-        self._settings = settings
+        self._session = session
+        self._settings = settings = session.settings
         self._began = time.monotonic()
         self._records = RunRecords()
-        self._catalogue = Catalogue()
         self._header: Header | None = None
         self._others_passed = False
         """Whether a test that is not a loader has passed."""
@@ -76,16 +81,19 @@ class ReportPlugin:
         self._locations: dict[str, Location] = {}
         """Node id -> the line of an item that has reported."""
 
-    def begin(self, catalogue: Catalogue) -> None:
-        """Take the catalogue, which is known once the session has started."""
-        self._catalogue = catalogue
+    @property
+    def _catalogue(self) -> Catalogue:
+        return self._session.catalogue  # known once the session has started
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
         if self._is_idle:
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
             engine, memory = self._settings.engine, self._settings.device_memory
             others = settings_elsewhere(self._config)
-            self._header = read_header(self._config.rootpath, command, engine, catalogue, memory, others)
+            self._header = read_header(self._config.rootpath, command, engine, self._catalogue, memory, others)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -138,11 +146,8 @@ class ReportPlugin:
         if session.items:
             self._start_report()
         for item in session.items:
-            loader = item.stash.get(LOADER_ITEM, None)
-            if isinstance(item, EvidenceItem):
-                self._records.plan(item.context())
-            elif loader is not None:
-                self._records.plan(planned_context(item, loader))
+            if isinstance(item, CheckItem):
+                self._records.plan(item.planned())
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

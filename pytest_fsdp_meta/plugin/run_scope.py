@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.plugin.collection import LOADER_ITEM
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 
 DESELECTED = "fsdp_deselected"
 """Key of ``workeroutput``: the loaders that a worker of pytest-xdist deselected, by name."""
@@ -62,8 +62,7 @@ class RunScope:
 
 def loaders_of(items: Iterable[pytest.Item]) -> list[str]:
     """Return the names of the loaders that these items belong to."""
-    found = (item.stash.get(LOADER_ITEM, None) for item in items)
-    return list(dict.fromkeys(loader.name for loader in found if loader is not None))
+    return list(dict.fromkeys(item.loader.name for item in items if isinstance(item, LoaderItem)))
 
 
 def send_deselected(config: pytest.Config, items: Iterable[pytest.Item]) -> None:

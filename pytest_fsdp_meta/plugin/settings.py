@@ -275,6 +275,12 @@ def read_settings(config: pytest.Config) -> Settings:
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
 
+def runs_nothing(config: pytest.Config) -> bool:
+    """Return whether pytest was asked to show something instead of running tests, as ``--collect-only`` does."""
+    shown = ("collectonly", "setuponly", "setupplan", "showfixtures", "show_fixtures_per_test", "cacheshow")
+    return any(config.getoption(option, False) for option in shown)
+
+
 def settings_elsewhere(config: pytest.Config) -> dict[str, str]:
     """Return PYTEST_ADDOPTS or an ini option -> its value, for the options that the command line does not have."""
     found = {"PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", ""), "addopts": shlex.join(config.getini("addopts"))}
