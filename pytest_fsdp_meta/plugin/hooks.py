@@ -11,13 +11,12 @@ import pytest
 
 from pytest_fsdp_meta.plugin import (
     collection,
-    early_imports,
     evidence_items,
     hookspecs,
     loader_option,
     markers,
-    mistyped_options,
     outcomes,
+    preloading,
     report_plugin,
     run_scope,
     settings,
@@ -47,7 +46,7 @@ def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, object, object]:
     result = yield
-    mistyped_options.check_options(early_config, parser, args)
+    settings.check_options(early_config, parser, args)
     return result
 
 
@@ -87,7 +86,7 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     if not isinstance(collector, pytest.Module):
         return (yield)
-    with early_imports.importing(collector.path, collector.config, collector.config.stash[SESSION].engine):
+    with preloading.importing(collector.path, collector.config, collector.config.stash[SESSION].engine):
         return (yield)
 
 

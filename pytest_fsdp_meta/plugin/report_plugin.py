@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from pytest_fsdp_meta.plugin.outcomes import attached_context
 from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
-from pytest_fsdp_meta.plugin.skip_lines import name_checks
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
@@ -238,7 +238,7 @@ class ReportPlugin:
                 return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        name_checks(terminalreporter)
+        _name_checks(terminalreporter)
         ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
             return
@@ -307,3 +307,28 @@ class ReportPlugin:
             self._write_problem = str(error)
         except Exception as error:  # a bug in drawing the page must not hide pytest's own summary
             self._write_problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"
+
+
+def _name_checks(reporter: pytest.TerminalReporter) -> None:
+    """Add to the reason of each skipped item the checks that are skipped at the same line for the same reason.
+
+    pytest's summary folds the items of a loader that have one reason into one line.
+    """
+    if not reporter.config.getoption("fold_skipped", True):
+        return  # each item has its own line, with its node id
+    skipped: list[Any] = reporter.stats.get("skipped", [])
+    checks: dict[tuple[object, ...], dict[str, None]] = {}
+    for report in skipped:
+        if (check := _check_of(report)) is not None:
+            checks.setdefault(report.longrepr, {})[check] = None
+    for number, report in enumerate(skipped):
+        if _check_of(report) is not None:
+            path, line, reason = report.longrepr
+            skipped[number] = copy(report)  # other plugins may still read the report
+            skipped[number].longrepr = (path, line, f"{reason} [{', '.join(checks[report.longrepr])}]")
+
+
+def _check_of(report: Any) -> str | None:
+    """Return the check of a skipped item of a loader; None for other reports."""
+    context = attached_context(report) if isinstance(report, pytest.TestReport) else None
+    return context.check.check if context is not None and isinstance(report.longrepr, tuple) else None
