@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Selection
+from pytest_fsdp_meta.catalogue import Selection
 from pytest_fsdp_meta.loader.call import body
-from pytest_fsdp_meta.plugin import preloading
+from pytest_fsdp_meta.plugin import markers, preloading
 from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate
 from pytest_fsdp_meta.plugin.items import SpmdItem, WorldItem
 from pytest_fsdp_meta.plugin.loader_items import Loader, LoaderItem
-from pytest_fsdp_meta.plugin.markers import (
-    MARK,
-    SPMD,
-    WORLD,
-    ConformanceSpec,
-    WorldMarkerSpec,
-    read_conformance_spec,
-    read_world_marker_spec,
-)
+from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD, ConformanceSpec, WorldMarkerSpec
 from pytest_fsdp_meta.plugin.node_ids import join_without_check
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import Settings, runs_nothing
@@ -40,30 +32,12 @@ ARGUMENT = "_fsdp_case"
 
 
 @dataclass(frozen=True)
-class CheckCase:
-    """The parameter of a loader's item: one check in one world."""
-
-    check: str
-    spec: ConformanceSpec
-    world: WorldSpec
-
-
-@dataclass(frozen=True)
-class WorldCase:
-    """The parameter of the item of a test that uses ranks and is not a loader."""
+class Case:
+    """The parameter that makes an item of a test: its world, and for a loader its check."""
 
     world: WorldSpec
-    scope: str
-    spmd: bool
-    """Whether the whole body runs on the ranks."""
-
-
-def marker_name(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name of the marker that describes the test's world, or None for a test without ranks."""
-    for mark in (MARK, SPMD):
-        if metafunc.definition.get_closest_marker(mark) is not None:
-            return mark
-    return WORLD if WORLD in metafunc.fixturenames else None
+    spec: ConformanceSpec | WorldMarkerSpec
+    check: str = ""
 
 
 def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
@@ -71,58 +45,45 @@ def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
 
     An invalid argument of its marker is recorded as a usage problem.
     """
-    mark = marker_name(metafunc)
-    if mark is None:
+    settings, find = session.settings, metafunc.definition.get_closest_marker
+    mark = MARK if find(MARK) else SPMD if find(SPMD) else WORLD
+    if mark == WORLD and WORLD not in metafunc.fixturenames:
         return
+    args, kwargs = (marker.args, marker.kwargs) if (marker := find(mark)) else ((), {})
+    spec: ConformanceSpec | WorldMarkerSpec
     try:
         # With --collect-only, for example, devices need not exist, and counting them takes seconds.
         gpus = None if runs_nothing(session.config) else session.devices.count_gpus()
         if mark == MARK:
-            _parametrize_loader(metafunc, session.settings, session.catalogue, gpus)
+            require_plain_function(metafunc.function, "a loader")
+            spec = markers.read_conformance_spec(
+                args, kwargs, settings.world_sizes, session.catalogue, settings.simulate
+            )
         else:
-            _parametrize_worlds(metafunc, mark, session.settings, gpus)
+            if mark == SPMD:
+                require_plain_function(metafunc.function, "an SPMD test")
+            spec = markers.read_world_marker_spec(args, kwargs, settings.world_sizes)
+        worlds = [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
     except ValueError as error:
         session.usage_problems.append((metafunc.definition.nodeid, f"@{mark}: {error}"))
-
-
-def _parametrize_worlds(metafunc: pytest.Metafunc, mark: str, settings: Settings, gpus: int | None) -> None:
-    marker = metafunc.definition.get_closest_marker(mark)
-    if mark == SPMD:
-        require_plain_function(metafunc.function, "an SPMD test")
-    args, kwargs = (marker.args, marker.kwargs) if marker else ((), {})
-    spec = read_world_marker_spec(args, kwargs, settings.world_sizes)
-    worlds = [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
+        return
     metafunc.fixturenames.append(ARGUMENT)
-    metafunc.parametrize(
-        ARGUMENT,
-        [
-            pytest.param(
-                WorldCase(world, spec.scope, mark == SPMD), id=f"world{world.size}" if len(worlds) > 1 else HIDDEN
-            )
-            for world in worlds
-        ],
-    )
+    metafunc.parametrize(ARGUMENT, _cases(spec, worlds))
 
 
-def _parametrize_loader(metafunc: pytest.Metafunc, settings: Settings, catalogue: Catalogue, gpus: int | None) -> None:
-    marker = metafunc.definition.get_closest_marker(MARK)
-    assert marker is not None
-    require_plain_function(metafunc.function, "a loader")
-    spec = read_conformance_spec(marker.args, marker.kwargs, settings.world_sizes, catalogue, settings.simulate)
-    several = len(spec.meshes) > 1
-    metafunc.fixturenames.append(ARGUMENT)
-    metafunc.parametrize(
-        ARGUMENT,
-        [
-            pytest.param(
-                CheckCase(check, spec, world),
-                id=f"{'simulated' if world.simulated else 'world'}{world.size}-{check}" if several else check,
-                marks=[pytest.mark.skip(reason=spec.skip[check])] if check in spec.skip else [],
-            )
-            for world in [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
-            for check in spec.checks
-        ],
-    )
+def _cases(spec: ConformanceSpec | WorldMarkerSpec, worlds: Sequence[WorldSpec]) -> list[Any]:
+    several = len(worlds) > 1
+    if isinstance(spec, WorldMarkerSpec):
+        return [pytest.param(Case(world, spec), id=f"world{world.size}" if several else HIDDEN) for world in worlds]
+    return [
+        pytest.param(
+            Case(world, spec, check),
+            id=f"{'simulated' if world.simulated else 'world'}{world.size}-{check}" if several else check,
+            marks=[pytest.mark.skip(reason=spec.skip[check])] if check in spec.skip else [],
+        )
+        for world in worlds
+        for check in spec.checks
+    ]
 
 
 def _world(
@@ -160,21 +121,18 @@ def require_plain_function(function: Callable[..., Any], what: str) -> None:
 def make_items(made: object) -> object:
     """Return what pytest has made of a name in a module, with this plugin's items in place of those that use ranks."""
     loaders: dict[str, Loader] = {}
-    if isinstance(made, list):
-        return [_make_item(one, loaders) for one in made]
-    return _make_item(made, loaders)
+    return [_make_item(one, loaders) for one in made] if isinstance(made, list) else made
 
 
 def _make_item(made: object, loaders: dict[str, Loader]) -> object:
-    if not isinstance(made, pytest.Function):
+    case = parameters(made).get(ARGUMENT) if isinstance(made, pytest.Function) else None
+    if not isinstance(made, pytest.Function) or not isinstance(case, Case):
         return made
-    case = parameters(made).get(ARGUMENT)
-    if isinstance(case, WorldCase):
-        test = recreate(SpmdItem if case.spmd else WorldItem, made)
-        test.world, test.scope = case.world, case.scope
+    if isinstance(case.spec, WorldMarkerSpec):
+        is_spmd = made.get_closest_marker(SPMD) is not None
+        test = recreate(SpmdItem if is_spmd else WorldItem, made)
+        test.world, test.scope = case.world, case.spec.scope
         return test
-    if not isinstance(case, CheckCase):
-        return made
     item = recreate(LoaderItem, made)
     item.check, item.spec, item.world = case.check, case.spec, case.world
     # Parameters of other plugins, such as pytest-repeat, may follow the check in the name.

@@ -21,16 +21,13 @@ from pytest_fsdp_meta.text import first_line, first_of
 
 
 def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
-    """Return the collector of a file of stored evidence, None for any other file."""
-    return EvidenceFile.from_parent(parent, path=path) if is_asked_for(path, parent.config) else None
-
-
-def is_asked_for(path: Path, config: pytest.Config) -> bool:
-    """Return whether the command line names this file of stored evidence, or its folder.
+    """Return the collector of a file of stored evidence if the command line names the file or its folder, else None.
 
     Evidence that pytest merely finds, for example in a report within the project, is not collected.
     """
-    return path.name.endswith(store.SUFFIX) and bool(_named(config) & {path.resolve(), path.resolve().parent})
+    if not path.name.endswith(store.SUFFIX) or not _named(parent.config) & {path.resolve(), path.resolve().parent}:
+        return None
+    return EvidenceFile.from_parent(parent, path=path)
 
 
 def is_judged(folder: Path, config: pytest.Config) -> bool:
@@ -65,7 +62,9 @@ class EvidenceFile(pytest.File):
             message = f"{self.path}: inconsistent evidence ({type(error).__name__}: {first_line(error)})"
             yield InvalidEvidence.from_parent(self, name="inconsistent", message=message)
             return
-        offered = self._offered(catalogue)
+        ids = catalogue.ids_for(bool(self.stored.evidence.world.simulated))
+        # Those that the author did not leave out, and those that the catalogue has gained since.
+        offered = tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
         stored, shown = self.stored, Shown()
         spec = ConformanceSpec((dict(stored.evidence.world.mesh),), offered, stored.skip, stored.xfail)
         for check in offered:
@@ -74,11 +73,6 @@ class EvidenceFile(pytest.File):
             if check in self.stored.skip:
                 item.add_marker(pytest.mark.skip(reason=self.stored.skip[check]))
             yield item
-
-    def _offered(self, catalogue: Catalogue) -> tuple[str, ...]:
-        """Return the checks that the author did not leave out, and those that the catalogue has gained since."""
-        ids = catalogue.ids_for(bool(self.stored.evidence.world.simulated))
-        return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
 
     def _judge_all(self, catalogue: Catalogue) -> None:
         """Judge every check twice, with all others and with none: the session's selection is not known yet.

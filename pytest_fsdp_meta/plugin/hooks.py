@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from pytest_fsdp_meta.plugin import (
     outcomes,
     preloading,
     report_plugin,
-    run_scope,
     settings,
     usage_errors,
     xdist_workers,
@@ -103,11 +102,6 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     usage_errors.check_usage(config.stash[SESSION], items)
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    if items:
-        run_scope.send_deselected(items[0].config, items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

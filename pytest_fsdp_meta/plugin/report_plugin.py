@@ -22,7 +22,7 @@ from pytest_fsdp_meta.plugin.evidence_items import is_judged
 from pytest_fsdp_meta.plugin.items import CheckItem
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
-from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
+from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.annotations import Location, annotate
@@ -37,15 +37,17 @@ EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
 
 
 def register(config: pytest.Config, session: PluginSession) -> None:
-    """Register the plugin in the process that pytest was started in."""
+    """Register the plugin in the process that pytest was started in, and in each the one that knows its scope."""
+    scope = RunScope(config)
+    config.pluginmanager.register(scope)
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(ReportPlugin(config, session), "fsdp_report")
+        config.pluginmanager.register(ReportPlugin(config, session, scope), "fsdp_report")
 
 
 class ReportPlugin:
     """Records the results of loaders, writes their report while the run goes on, and decides its exit status."""
 
-    def __init__(self, config: pytest.Config, session: PluginSession) -> None:
+    def __init__(self, config: pytest.Config, session: PluginSession, scope: RunScope) -> None:
         self._config = config
         self._session = session
         self._settings = settings = session.settings
@@ -74,7 +76,7 @@ class ReportPlugin:
                 "overwrite; choose another folder"
             )
         self._comparer = Comparer(settings)
-        self._scope = RunScope(config)
+        self._scope = scope
         self._any_test_reported = False
         self._not_collected = ""
         """The first error of collection."""
@@ -120,13 +122,6 @@ class ReportPlugin:
     def pytest_report_header(self) -> str:
         settings = self._settings
         return describe_run(settings.engine, settings.device, settings.backend, settings.world_sizes, self._catalogue)
-
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        self._scope.deselect(loaders_of(items))
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self._scope.deselect(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not self._not_collected:

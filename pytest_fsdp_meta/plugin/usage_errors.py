@@ -6,13 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import pytest
 
-from pytest_fsdp_meta.plugin import xdist_workers
-from pytest_fsdp_meta.plugin._pytest_private import (
-    fixtures_asking_for,
-    parameters,
-    requested_fixtures,
-    resolved_fixture,
-)
+from pytest_fsdp_meta.plugin import _pytest_private, xdist_workers
 from pytest_fsdp_meta.plugin.collection import ARGUMENT
 from pytest_fsdp_meta.plugin.items import RanksItem
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
@@ -27,32 +21,25 @@ FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
     """Raise one UsageError if collected tests cannot work, for example because they combine two markers.
 
+    It has one line per problem, however many tests or files have it.
     An xdist worker raises nothing, because the controller would replace it; the controller raises instead.
     """
     config, found = session.config, session.usage_problems
     is_worker = hasattr(config, "workerinput")
-    message = describe_problems(
-        [
-            *found,
-            *_late_checks(session),
-            *_item_problems(items, {where for where, _ in found}),
-            *_duplicate_names(items, scheduled=is_worker),
-        ]
-    )
+    places: dict[str, dict[str, None]] = {}
+    for where, what in (
+        *found,
+        *_late_checks(session),
+        *_item_problems(items, {where for where, _ in found}),
+        *_duplicate_names(items, scheduled=is_worker),
+    ):
+        places.setdefault(" ".join(what.split()), {})[where] = None  # a value, such as an array, may have several lines
+    message = "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
     if message and is_worker:
         xdist_workers.send_usage_error(config, message)
         items.clear()
     elif message:
         raise pytest.UsageError(message)
-
-
-def describe_problems(problems: Iterable[tuple[str, str]]) -> str:
-    """Return one line per problem, however many tests or files have it."""
-    places: dict[str, dict[str, None]] = {}
-    for where, what in problems:
-        places.setdefault(what, {})[where] = None
-    # A value in the message, such as an array, may be written on several lines.
-    return "\n".join(f"{first_of(list(wheres))}: {' '.join(what.split())}" for what, wheres in places.items())
 
 
 def _late_checks(session: PluginSession) -> Iterator[tuple[str, str]]:
@@ -81,19 +68,17 @@ def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[
     A report could show only one of two such loaders. Only one of two such tests would run if this plugin distributes
     items over xdist's workers (``scheduled``), which it does if any item is a loader's.
     """
-    all_count = scheduled and any(map(_is_loader, items))
+    all_count = scheduled and any(isinstance(item, LoaderItem) for item in items)
     seen: dict[str, tuple[tuple[str, int], ...]] = {}
     for item in items:
-        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
-        if seen.setdefault(item.nodeid, values) != values and (all_count or _is_loader(item)):
+        values = tuple(
+            (name, id(value)) for name, value in _pytest_private.parameters(item).items() if name != ARGUMENT
+        )
+        if seen.setdefault(item.nodeid, values) != values and (all_count or isinstance(item, LoaderItem)):
             yield (
                 item.nodeid,
                 "two parametrizations have this node id; give them different ids with pytest.param(..., id=...)",
             )
-
-
-def _is_loader(item: pytest.Item) -> bool:
-    return isinstance(item, LoaderItem)
 
 
 def _problem(item: pytest.Function) -> str | None:
@@ -140,10 +125,10 @@ def _misplaced_world(item: pytest.Function, on_ranks: str) -> str | None:
 
 def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
     if not _is_ours(item, "fsdp"):
-        hidden = on_ranks and "fsdp" in requested_fixtures(item)
+        hidden = on_ranks and "fsdp" in _pytest_private.requested_fixtures(item)
         what = "another fixture or parameter 'fsdp' overrides the fixture of pytest-fsdp-meta; rename the other one"
         return what if hidden else None
-    requesting = fixtures_asking_for(item, "fsdp")
+    requesting = _pytest_private.fixtures_asking_for(item, "fsdp")
     if requesting:
         return (
             f"fixture {requesting[0]!r} requests 'fsdp', which exists on the ranks only, while fixtures run in the "
@@ -156,5 +141,5 @@ def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
 
 def _is_ours(item: pytest.Function, name: str) -> bool:
     """Return whether the item gets this plugin's fixture under this name."""
-    fixture = resolved_fixture(item, name)
+    fixture = _pytest_private.resolved_fixture(item, name)
     return fixture is not None and fixture.__module__ == FIXTURES
