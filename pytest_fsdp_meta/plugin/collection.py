@@ -140,7 +140,7 @@ def _make_item(made: object, loaders: dict[str, Loader]) -> object:
     assert item.parent is not None
     where = item.parent.nodeid
     key, name = "\0".join((where, before, after)), f"{where}::{join_without_check(before, after)}"
-    item.shown = loaders.setdefault(key, Loader(key=key, name=name))
+    item.shared = loaders.setdefault(key, Loader(key=key, name=name))
     return item
 
 

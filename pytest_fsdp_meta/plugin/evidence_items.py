@@ -10,7 +10,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
 from pytest_fsdp_meta.evidence import Evidence, store
-from pytest_fsdp_meta.plugin.items import CheckItem, Shown
+from pytest_fsdp_meta.plugin.items import CheckItem, Shared
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.plugin.outcomes import outcome_of
 from pytest_fsdp_meta.plugin.session import SESSION
@@ -65,11 +65,11 @@ class EvidenceFile(pytest.File):
         ids = catalogue.ids_for(bool(self.stored.evidence.world.simulated))
         # Those that the author did not leave out, and those that the catalogue has gained since.
         offered = tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
-        stored, shown = self.stored, Shown()
+        stored, shared = self.stored, Shared()
         spec = ConformanceSpec((dict(stored.evidence.world.mesh),), offered, stored.skip, stored.xfail)
         for check in offered:
             item = EvidenceItem.from_parent(self, name=check)
-            item.check, item.spec, item.shown = check, spec, shown
+            item.check, item.spec, item.shared = check, spec, shared
             if check in self.stored.skip:
                 item.add_marker(pytest.mark.skip(reason=self.stored.skip[check]))
             yield item

@@ -191,23 +191,19 @@ def _exception_for(error: WorldError) -> BaseException:
     """Return the exception that the ranks' failure raises in the test."""
     if error.unanimous in UNANIMOUS_OUTCOMES:
         reason = "; ".join(dict.fromkeys(failure.message for failure in error.failures))
-        return _unanimous_exception(error.unanimous, reason)
+        if error.unanimous in SKIPS:
+            return _pytest_private.skipped(reason)
+        if error.unanimous != ASSUME:
+            return pytest.xfail.Exception(reason)
+        from hypothesis.errors import UnsatisfiedAssumption
+
+        return UnsatisfiedAssumption(reason)
     failed = [failure for failure in error.failures if failure.exception not in UNANIMOUS_OUTCOMES]
     if not failed:
         return Disagreement(_describe_disagreement(error))
     if len(failed) < len(error.failures):
         return WorldError(failed, error.doing, error.outputs, error.label)
     return error.with_traceback(None)
-
-
-def _unanimous_exception(kind: str, reason: str) -> BaseException:
-    if kind in SKIPS:
-        return _pytest_private.skipped(reason)
-    if kind == ASSUME:
-        from hypothesis.errors import UnsatisfiedAssumption
-
-        return UnsatisfiedAssumption(reason)
-    return pytest.xfail.Exception(reason)
 
 
 def _describe_disagreement(error: WorldError) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class RanksItem(pytest.Item):
 
 
 @dataclass
-class Shown:
+class Shared:
     """What items of one loader in one world have reported, so that the next one does not repeat it."""
 
     attached: Evidence | str | None = None
@@ -76,12 +75,10 @@ class CheckItem(RanksItem):
 
     check: str
     spec: ConformanceSpec
-    shown: Shown
+    shared: Shared
     outcome: Outcome | None = None
     record: CheckRecord | None = None
     """What was attached to the report of an earlier phase."""
-    known: Sequence[str] = ()
-    """The ids of the catalogue's checks, to be stored with the evidence; without them, nothing is stored."""
 
     def begin(self) -> None:
         self.outcome = self.record = self.line = None
@@ -97,6 +94,10 @@ class CheckItem(RanksItem):
     @abstractmethod
     def judged_evidence(self) -> Evidence | None:
         """Return the evidence on which the outcome is based, if there is any."""
+
+    def is_stored(self) -> bool:
+        """Return whether this evidence is stored beside the report."""
+        return False
 
     def raise_outcome(self, outcome: Outcome) -> None:
         """Raise pytest's outcome for the outcome of the check; return if the check passed.
@@ -140,7 +141,7 @@ class CheckItem(RanksItem):
         """Return whether an earlier item of the loader has shown this error of a fixture; then name that item alone."""
         if report.when != "setup" or not report.failed:
             return False
-        first = self.shown.errors.setdefault(record.reason, report.nodeid)
+        first = self.shared.errors.setdefault(record.reason, report.nodeid)
         if first != report.nodeid:
             report.longrepr = f"{record.check}: same error as {first}: {record.reason}"
         return first != report.nodeid
@@ -149,9 +150,9 @@ class CheckItem(RanksItem):
         """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
         evidence = self.judged_evidence()
         latest = evidence or context.error
-        if not latest or self.shown.attached is latest:
+        if not latest or self.shared.attached is latest:
             return replace(context, error="", seconds={})
-        self.shown.attached = latest
+        self.shared.attached = latest
         if evidence is None:
             return context
         if evidence.world.simulated:
@@ -161,7 +162,7 @@ class CheckItem(RanksItem):
         if not self.plugin.settings.report:
             return context
         file, problem = "", ""
-        if self.known:
+        if self.is_stored():
             try:
                 file = self._store_evidence(context.loader, evidence)
             except OSError as error:
@@ -173,7 +174,7 @@ class CheckItem(RanksItem):
         stored = store.StoredEvidence(
             schema=store.SCHEMA,
             loader=loader,
-            known=tuple(self.known),
+            known=tuple(self.plugin.catalogue.ids()),
             offered=self.spec.checks,
             evidence=evidence,
             skip=self.spec.skip,

@@ -14,7 +14,7 @@ from pytest_fsdp_meta.catalogue import Selection, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.plugin import _pytest_private, hypothesis_given
-from pytest_fsdp_meta.plugin.items import CheckItem, Shown
+from pytest_fsdp_meta.plugin.items import CheckItem, Shared
 from pytest_fsdp_meta.plugin.outcomes import FailureLine, Outcome, outcome_of
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
@@ -50,7 +50,7 @@ class LoaderRun:
 
 
 @dataclass
-class Loader(Shown):
+class Loader(Shared):
     """A loader in one world, which all of its items share."""
 
     key: str = ""
@@ -84,14 +84,14 @@ class ExampleInterrupted(BaseException):
 class LoaderItem(CheckItem, pytest.Function):
     """One check of one loader in one world."""
 
-    shown: Loader
+    shared: Loader
     world: WorldSpec
     _example: LoaderRun | None = None
     """The run of the Hypothesis example that decided the outcome."""
 
     @property
     def loader(self) -> Loader:
-        return self.shown
+        return self.shared
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -173,9 +173,10 @@ class LoaderItem(CheckItem, pytest.Function):
         )
 
     def judged_evidence(self) -> Evidence | None:
-        # Evidence of a drawn example is not stored: it is about one choice of arguments, not about the loader.
-        self.known = () if self._example else self.plugin.catalogue.ids()
         return (self._example or self.loader.run).evidence
+
+    def is_stored(self) -> bool:
+        return self._example is None  # which is about one choice of arguments, not about the loader
 
     def _run_examples(self, run: LoaderRun, test: Callable[..., Any]) -> Outcome:
         """Return the outcome over all examples. All items of a loader draw the same examples; each is loaded once."""

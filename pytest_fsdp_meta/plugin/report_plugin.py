@@ -89,7 +89,7 @@ class ReportPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self) -> None:
-        if self._is_idle:
+        if runs_nothing(self._config):
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
@@ -113,11 +113,6 @@ class ReportPlugin:
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
             store.clear_evidence(folder)
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether pytest runs no tests at all (--collect-only and the like)."""
-        return runs_nothing(self._config)
 
     def pytest_report_header(self) -> str:
         settings = self._settings
@@ -205,7 +200,7 @@ class ReportPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._is_idle:
+        if runs_nothing(self._config):
             return
         if session.testsfailed:
             # Nothing may have been collected because of an error: the old report must not pass for this run's.
@@ -235,7 +230,9 @@ class ReportPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         _name_checks(terminalreporter)
         ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
+        if runs_nothing(self._config) or (
+            ended_early and not self._any_item_reported
+        ):  # pytest itself says why nothing ran
             return
         if self.loaders or self._problems:
             terminalreporter.section("fsdp conformance")
@@ -244,9 +241,6 @@ class ReportPlugin:
             terminalreporter.section("fsdp conformance, compared")
             for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
-        self._print_annotations(terminalreporter)
-
-    def _print_annotations(self, terminalreporter: pytest.TerminalReporter) -> None:
         if os.environ.get("GITHUB_ACTIONS") == "true":
             for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
                 terminalreporter.write_line(command)
