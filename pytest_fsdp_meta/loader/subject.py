@@ -13,26 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
 from pytest_fsdp_meta.loader.placements import parse_placements
-from pytest_fsdp_meta.loader.validation import (
-    SubjectError,
-    as_mapping,
-    require_attributes,
-    require_beside,
-    require_bound,
-    require_choice,
-    require_data,
-    require_groups,
-    require_handed_over,
-    require_module,
-    require_names,
-    require_optimizer,
-    require_own_optimizer,
-    require_ranks,
-    require_scheduler,
-    require_slice,
-    require_source,
-    shorten,
-)
+from pytest_fsdp_meta.loader.validation import LOSS_OVER_RANKS, SIGNATURES, SubjectError, check_fields
 from pytest_fsdp_meta.text import counted
 
 if TYPE_CHECKING:
@@ -47,9 +28,6 @@ if TYPE_CHECKING:
     Placements: TypeAlias = str | Placement | Sequence[str | Placement]
 
 __all__ = ["LOSS_OVER_RANKS", "SIGNATURES", "Subject", "SubjectError"]
-
-LOSS_OVER_RANKS = ("mean", "sum", "same")
-"""The values of ``Subject.loss_over_ranks``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -222,36 +200,9 @@ class Subject:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        require_module(self.model)
-        for name in ("reference", "verifier"):
-            require_source(name, getattr(self, name))
-        for name in SIGNATURES:
-            value = getattr(self, name)
-            if value is not None and not callable(value) and name != "data":
-                raise SubjectError(name, f"{shorten(value)} is not callable; give a function {SIGNATURES[name]}")
-        for name, other in (("save", "resume"), ("resume", "save")):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise SubjectError(name, f"set without {other}; set both or neither")
-        require_optimizer(self.optimizer)
-        require_scheduler(self.scheduler)
-        require_own_optimizer(self.scheduler, self.optimizer)
-        require_beside(self.beside)
-        for name in ("save", "resume"):
-            require_handed_over(name, getattr(self, name), {"scheduler": self.scheduler, "beside": self.beside})
-        require_data(self.data)
-        require_slice(self.data_parallel)
-        require_bound("max_grad_norm", self.max_grad_norm)
-        if self.max_grad_norm is not None and self.train_step is None:
-            raise SubjectError("max_grad_norm", "set without train_step, which clips; without it nothing is clipped")
-        require_choice("loss_over_ranks", self.loss_over_ranks, LOSS_OVER_RANKS)
-        for name in ("frozen", "drawn", "on_some_ranks", "unsharded", "offloaded"):
-            require_names(name, getattr(self, name), mapping=name == "frozen")
-        require_attributes(self.kept_attributes)
-        require_groups(self.tied)
-        require_ranks("whole_while_loading", self.whole_while_loading)
-        self.placements = as_mapping("placements", self.placements)
-        for pattern, declared in self.placements.items():
-            require_names("placements", [pattern])
+        check_fields(self)
+        self.placements = dict(self.placements)
+        for declared in self.placements.values():
             parse_placements(declared)
 
     def resolve(
@@ -313,18 +264,6 @@ def _is_empty(value: Any, empty: Any) -> bool:
     return value is empty or (isinstance(value, (tuple, list, dict, str)) and value == empty)
 
 
-SIGNATURES = {
-    "batch": "batch(step) -> dict of tensors",
-    "loss": "loss(model, batch) -> scalar",
-    "train_step": "train_step(model, optimizer, batch) -> loss",
-    "data": "data() -> iterable of batches",
-    "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
-    "adapter": "adapter(name, tensor) -> Part or None",
-    "save": "save(model, optimizer, folder)",
-    "resume": "resume(model, optimizer, folder)",
-    "state_dict": "state_dict(model) -> dict by name",
-}
-"""How the fields that are functions are called, as error messages show it."""
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
     **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),

@@ -1,16 +1,34 @@
-"""Check the values of Subject's fields, with errors that name the field and a correct value."""
+"""What the fields of Subject may be: a table of rules, whose messages name the field and a correct value."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pytest_fsdp_meta.worlds import Misuse
+
+LOSS_OVER_RANKS = ("mean", "sum", "same")
+"""The values of ``Subject.loss_over_ranks``."""
+SIGNATURES = {
+    "batch": "batch(step) -> dict of tensors",
+    "loss": "loss(model, batch) -> scalar",
+    "train_step": "train_step(model, optimizer, batch) -> loss",
+    "data": "data() -> iterable of batches",
+    "clip_grad_norm": "clip_grad_norm(parameters, max_norm) -> norm",
+    "adapter": "adapter(name, tensor) -> Part or None",
+    "save": "save(model, optimizer, folder)",
+    "resume": "resume(model, optimizer, folder)",
+    "state_dict": "state_dict(model) -> dict by name",
+}
+"""How the fields that are functions are called, as error messages show it."""
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""The kinds of parameters that can be passed by name."""
 
 
 class SubjectError(Misuse):
@@ -20,53 +38,9 @@ class SubjectError(Misuse):
         super().__init__(f"Subject({field}=...): {problem}")
 
 
-def require_module(model: object) -> None:
-    from torch.nn import Module
-
-    if isinstance(model, Module):
-        return
-    raise SubjectError("model", f"{shorten(model)} is not a torch.nn.Module; return the loaded model itself")
-
-
-def require_source(field: str, value: object) -> None:
-    if value is None:
-        return
-    from torch.nn import Module
-
-    if isinstance(value, Module):
-        raise SubjectError(
-            field, f"pass a function that builds the model, not the model: {field}=lambda: build_the_model()"
-        )
-    if isinstance(value, (str, os.PathLike)):
-        folder = Path(value)
-        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-            raise SubjectError(field, f"{os.fspath(value)!r} is not a directory that holds *.safetensors files")
-    elif not callable(value):
-        raise SubjectError(
-            field, f"{shorten(value)} should be a callable that builds the model, or a checkpoint directory"
-        )
-
-
-def require_optimizer(value: object) -> None:
-    if value is None or callable(value) or is_zero3_optimizer(value):
-        return
-    from torch.optim import Optimizer
-
-    if not isinstance(value, Optimizer):
-        if type(value).__name__ == "DeepSpeedZeroOptimizer":
-            raise SubjectError("optimizer", "is of ZeRO stage 1 or 2, which is not supported; stage 3 and FSDP are")
-        inner = getattr(value, "optimizer", None)
-        hint = "; give its .optimizer if that steps the model's own parameters" * isinstance(inner, Optimizer)
-        raise SubjectError("optimizer", f"{shorten(value)} should be optimizer(parameters), or an Optimizer{hint}")
-
-
 def is_zero3_optimizer(value: object) -> bool:
     """Return whether the value is the optimizer of DeepSpeed's ZeRO-3, which is no torch optimizer."""
     return any(kind.__name__ == "DeepSpeedZeroOptimizer_Stage3" for kind in type(value).__mro__)
-
-
-BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-"""The kinds of parameters that can be passed by name."""
 
 
 def is_stateful(value: object) -> bool:
@@ -86,53 +60,6 @@ def takes(function: object, name: str, any_keyword: bool = False) -> bool:
     return keyword or (any_keyword and open_ended)
 
 
-def require_scheduler(value: object) -> None:
-    steps = is_stateful(value) and callable(getattr(value, "step", None))
-    if value is not None and not steps and not callable(value):
-        raise SubjectError(
-            "scheduler", f"{shorten(value)} should be scheduler(optimizer), or a scheduler with step() and state_dict()"
-        )
-
-
-def require_own_optimizer(scheduler: object, optimizer: object) -> None:
-    """Raise SubjectError if the loader built the scheduler and leaves its optimizer to the plugin."""
-    if is_stateful(scheduler) and not is_stateful(optimizer):
-        raise SubjectError(
-            "scheduler",
-            "the loader built it, so optimizer= has to be the optimizer that it belongs to; or give a function: "
-            "scheduler(optimizer)",
-        )
-
-
-def require_beside(value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise SubjectError("beside", f"{shorten(value)} should be a mapping such as {{'ema': ema}}")
-    for name, kept in value.items():
-        if not isinstance(name, str) or not name or "." in name or name == "scheduler":
-            raise SubjectError(
-                "beside",
-                f"the key {shorten(name)} should be a name such as 'ema', without dots, and not that of scheduler=",
-            )
-        if not is_stateful(kept) and not callable(kept):
-            raise SubjectError(
-                "beside",
-                f"{name!r} is {shorten(kept)}, but should be an object with state_dict() and load_state_dict(), or a "
-                "function of the model that returns one",
-            )
-
-
-def require_handed_over(field: str, function: object, made_here: Mapping[str, object]) -> None:
-    """Raise SubjectError if ``save`` or ``resume`` does not take what is built for it: it could not reach that."""
-    for name, value in made_here.items():
-        built = value is None or is_stateful(value)
-        if isinstance(value, Mapping):
-            built = all(map(is_stateful, value.values()))
-        if function is not None and not built and not takes(function, name, any_keyword=True):
-            raise SubjectError(
-                field, f"{name} is built by a function, so {field}() has to take it: {field}(..., folder, {name})"
-            )
-
-
 def yields_batches(value: object) -> bool:
     """Return whether iterating over the value may yield batches; text, a mapping or a tensor is one batch at most."""
     from torch import Tensor
@@ -141,91 +68,223 @@ def yields_batches(value: object) -> bool:
     return iterable and not isinstance(value, (str, bytes, Mapping, Tensor))
 
 
-def require_data(value: object) -> None:
-    """Raise SubjectError unless the value is a function, or something whose iteration may yield batches."""
-    if value is None or callable(value):
-        return
-    if not yields_batches(value):
-        raise SubjectError(
-            "data", f"{shorten(value)} should be data(), which returns a loader of batches, or the loader itself"
-        )
-
-
-def require_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise SubjectError(field, f"invalid value {value!r} (choose {', '.join(choices[:-1])} or {choices[-1]})")
-
-
-def require_bound(field: str, value: object) -> None:
-    try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
-    except OverflowError:
-        number = math.inf
-    if value is not None and not 0 < number < math.inf:
-        raise SubjectError(field, f"{shorten(value)} should be a positive number, the norm to which training clips")
-
-
-def require_slice(value: object) -> None:
-    if value is None:
-        return
-    valid = isinstance(value, tuple) and len(value) == 2 and all(map(_is_integer, value))
-    if not valid or not 0 <= value[0] < value[1]:  # type: ignore[index]
-        raise SubjectError("data_parallel", f"{value!r} should be (index, size) with 0 <= index < size")
-
-
-def as_mapping(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) and value != ():
-        raise SubjectError(
-            field, f"{shorten(value)} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}"
-        )
-    return dict(value)
-
-
-def require_names(field: str, value: Any, mapping: bool = False) -> None:
-    listed = [value] if isinstance(value, str) else value
-    if not (isinstance(listed, (list, tuple, set, frozenset)) or (mapping and isinstance(listed, Mapping))):
-        raise SubjectError(field, f"{shorten(value)} should be a name, a pattern, or a list of them")
-    texts = [*listed, *(listed.values() if isinstance(listed, Mapping) else ())]
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise SubjectError(field, f"{text!r} should be a name or a pattern such as 'layers.*.weight'")
-
-
-def require_attributes(value: Any) -> None:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple, set, frozenset)):
-        raise SubjectError("kept_attributes", f"{shorten(value)} should be a name, or a list of them")
-    from torch.nn import Parameter
-
-    for name in listed:
-        if not isinstance(name, str) or not name:
-            raise SubjectError("kept_attributes", f"{name!r} should be the name of an attribute")
-        if hasattr(Parameter, name):
-            raise SubjectError(
-                "kept_attributes", f"every parameter has {name!r}; give custom attributes, such as '_fsdp_no_shard'"
-            )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # Integral includes numpy's integers
-
-
-def require_ranks(field: str, value: object) -> None:
-    listed = () if isinstance(value, bool) else value
-    valid = isinstance(listed, (list, tuple, set, frozenset, range))
-    if not valid or not all(_is_integer(rank) and rank >= 0 for rank in listed):  # type: ignore[attr-defined]
-        raise SubjectError(field, f"{value!r} should be True, or the ranks that may hold the whole model, such as (0,)")
-
-
-def require_groups(value: object) -> None:
-    for group in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(group, str) or not isinstance(group, (list, tuple)) or len(group) < 2:
-            raise SubjectError("tied", f"{group!r} should be a group of two or more names: tied=[('a', 'b')]")
-        require_names("tied", group)
-        if len(set(group)) < len(group):
-            twice = next(name for name in group if list(group).count(name) > 1)
-            raise SubjectError("tied", f"{group!r} has {twice!r} twice; the names of a group must differ")
-
-
 def shorten(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+def _torch(name: str) -> Any:
+    import torch  # not at the top: importing the plugin imports no torch
+
+    return attrgetter(name)(torch)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _is_callable(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _is_optimizer(value: object) -> bool:
+    return _is_callable(value) or is_zero3_optimizer(value) or isinstance(value, _torch("optim.Optimizer"))
+
+
+def _is_bound(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    except OverflowError:
+        return False
+
+
+def _are_ranks(value: Any) -> bool:
+    # Integral includes numpy's integers.
+    return all(isinstance(rank, Integral) and not isinstance(rank, bool) and int(rank) >= 0 for rank in value)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (str, list, tuple, set, frozenset))
+
+
+def _names(value: Any) -> list[Any]:
+    listed = [value] if isinstance(value, str) else [*value]
+    return [*listed, *(value.values() if isinstance(value, Mapping) else ())]
+
+
+def _whole(value: object) -> tuple[object]:
+    return (value,)
+
+
+SOURCES, PATTERNS = "reference verifier", "drawn on_some_ranks unsharded offloaded"
+NAME = "{part!r} should be a name or a pattern such as 'layers.*.weight'"
+LISTED = "{value} should be a name, a pattern, or a list of them"
+Rule: TypeAlias = tuple[str, Callable[[Any], Iterable[Any]], Callable[[Any], object], str]
+"""Fields, the parts of a value, what holds for each of them, and the problem of a part for which it does not.
+
+The problem may contain the ``field``, the ``part``, and its type and short text as ``value``. A rule may rely on the
+rules before it.
+"""
+RULES: tuple[Rule, ...] = (
+    (
+        "model",
+        _whole,
+        lambda one: isinstance(one, _torch("nn.Module")),
+        "{value} is not a torch.nn.Module; return the loaded model itself",
+    ),
+    (
+        SOURCES,
+        _whole,
+        lambda one: not isinstance(one, _torch("nn.Module")),
+        "pass a function that builds the model, not the model: {field}=lambda: build_the_model()",
+    ),
+    (
+        SOURCES,
+        lambda one: [os.fspath(one)] if _is_path(one) else [],
+        lambda path: any(Path(path).glob("*.safetensors")),
+        "{part!r} is not a directory that holds *.safetensors files",
+    ),
+    (
+        SOURCES,
+        _whole,
+        lambda one: _is_callable(one) or _is_path(one),
+        "{value} should be a callable that builds the model, or a checkpoint directory",
+    ),
+    *(
+        (name, _whole, _is_callable, f"{{value}} is not callable; give a function {call}")
+        for name, call in SIGNATURES.items()
+        if name != "data"
+    ),
+    (
+        "optimizer",
+        _whole,
+        lambda one: type(one).__name__ != "DeepSpeedZeroOptimizer",
+        "is of ZeRO stage 1 or 2, which is not supported; stage 3 and FSDP are",
+    ),
+    (
+        "optimizer",
+        _whole,
+        lambda one: _is_optimizer(one) or not isinstance(getattr(one, "optimizer", None), _torch("optim.Optimizer")),
+        "{value} should be optimizer(parameters), or an Optimizer; give its .optimizer if that steps the model's own "
+        "parameters",
+    ),
+    ("optimizer", _whole, _is_optimizer, "{value} should be optimizer(parameters), or an Optimizer"),
+    (
+        "scheduler",
+        _whole,
+        lambda one: _is_callable(one) or (is_stateful(one) and callable(getattr(one, "step", None))),
+        "{value} should be scheduler(optimizer), or a scheduler with step() and state_dict()",
+    ),
+    ("beside", _whole, lambda one: isinstance(one, Mapping), "{value} should be a mapping such as {{'ema': ema}}"),
+    (
+        "beside",
+        list,
+        lambda name: _is_name(name) and "." not in name and name != "scheduler",
+        "the key {value} should be a name such as 'ema', without dots, and not that of scheduler=",
+    ),
+    (
+        "beside",
+        lambda one: [
+            (name, shorten(kept)) for name, kept in one.items() if not is_stateful(kept) and not callable(kept)
+        ],
+        lambda wrong: False,
+        "{part[0]!r} is {part[1]}, but should be an object with state_dict() and load_state_dict(), or a function of "
+        "the model that returns one",
+    ),
+    (
+        "data",
+        _whole,
+        lambda one: _is_callable(one) or yields_batches(one),
+        "{value} should be data(), which returns a loader of batches, or the loader itself",
+    ),
+    (
+        "data_parallel",
+        _whole,
+        lambda one: one is None or (isinstance(one, tuple) and len(one) == 2 and _are_ranks(one) and one[0] < one[1]),
+        "{part!r} should be (index, size) with 0 <= index < size",
+    ),
+    (
+        "max_grad_norm",
+        _whole,
+        lambda one: one is None or _is_bound(one),
+        "{value} should be a positive number, the norm to which training clips",
+    ),
+    (
+        "loss_over_ranks",
+        _whole,
+        lambda one: one in LOSS_OVER_RANKS,
+        "invalid value {part!r} (choose mean, sum or same)",
+    ),
+    ("frozen", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
+    (PATTERNS, _whole, _is_list, LISTED),
+    (f"frozen {PATTERNS}", _names, _is_name, NAME),
+    ("kept_attributes", _whole, _is_list, "{value} should be a name, or a list of them"),
+    ("kept_attributes", _names, _is_name, "{part!r} should be the name of an attribute"),
+    (
+        "kept_attributes",
+        _names,
+        lambda name: not hasattr(_torch("nn.Parameter"), name),
+        "every parameter has {part!r}; give custom attributes, such as '_fsdp_no_shard'",
+    ),
+    (
+        "tied",
+        lambda one: one if isinstance(one, (list, tuple)) else [one],
+        lambda group: isinstance(group, (list, tuple)) and len(group) > 1,
+        "{part!r} should be a group of two or more names: tied=[('a', 'b')]",
+    ),
+    ("tied", lambda groups: [name for group in groups for name in group], _is_name, NAME),
+    (
+        "tied",
+        lambda groups: [(group, name) for group in groups for name in group],
+        lambda pair: pair[0].count(pair[1]) == 1,
+        "{part[0]!r} has {part[1]!r} twice; the names of a group must differ",
+    ),
+    (
+        "whole_while_loading",
+        _whole,
+        lambda one: (
+            isinstance(one, bool) or (isinstance(one, (list, tuple, set, frozenset, range)) and _are_ranks(one))
+        ),
+        "{part!r} should be True, or the ranks that may hold the whole model, such as (0,)",
+    ),
+    (
+        "placements",
+        _whole,
+        lambda one: isinstance(one, Mapping) or one == (),
+        "{value} should be a mapping of patterns to placements: {{'*.weight': 'S(0)'}}",
+    ),
+    ("placements", list, _is_name, NAME),
+)
+
+
+def check_fields(subject: Any) -> None:
+    """Raise SubjectError for the first field that breaks a rule, or that does not go with another one."""
+    for fields, parts, holds, problem in RULES:
+        for field in fields.split():
+            for part in parts(getattr(subject, field)):
+                if not holds(part):
+                    raise SubjectError(field, problem.format(field=field, part=part, value=shorten(part)))
+    for name, other in (("save", "resume"), ("resume", "save")):
+        if getattr(subject, name) is not None and getattr(subject, other) is None:
+            raise SubjectError(name, f"set without {other}; set both or neither")
+    if is_stateful(subject.scheduler) and not is_stateful(subject.optimizer):
+        raise SubjectError(
+            "scheduler",
+            "the loader built it, so optimizer= has to be the optimizer that it belongs to; or give a function: "
+            "scheduler(optimizer)",
+        )
+    if subject.max_grad_norm is not None and subject.train_step is None:
+        raise SubjectError("max_grad_norm", "set without train_step, which clips; without it nothing is clipped")
+    built = {
+        "scheduler": subject.scheduler is None or is_stateful(subject.scheduler),
+        "beside": all(map(is_stateful, subject.beside.values())),
+    }
+    for field, name in ((field, name) for field in ("save", "resume") for name in built if not built[name]):
+        function = getattr(subject, field)
+        if function is not None and not takes(function, name, any_keyword=True):
+            raise SubjectError(
+                field, f"{name} is built by a function, so {field}() has to take it: {field}(..., folder, {name})"
+            )

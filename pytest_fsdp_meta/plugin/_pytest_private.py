@@ -1,8 +1,8 @@
 """The only module that uses pytest's private names.
 
 pytest has no public way to ask which fixtures a test requests itself, which fixtures request which, or which parameters
-an item has: ``item.fixturenames`` is a flat closure. Nor can one ask whether its marks will skip an item, and processes
-without a session cannot use its assertion rewriting.
+an item has: ``item.fixturenames`` is a flat closure. Nor can one replace an item by one of another class, ask whether
+its marks will skip it, skip it at the line of the test, or rewrite asserts in a process without a session.
 ``tests/plugin/test_pytest_private.py`` fails when one of these names changes.
 """
 
@@ -15,13 +15,36 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from io import StringIO
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from _pytest.assertion import util
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import create_terminal_writer
+from _pytest.outcomes import Skipped
 from _pytest.skipping import evaluate_skip_marks, evaluate_xfail_marks
+
+F = TypeVar("F", bound=pytest.Function)
+
+
+def recreate(kind: type[F], item: pytest.Function) -> F:
+    """Return an item of this class in place of one that pytest has made, as pytest-asyncio does."""
+    made: F = kind.from_parent(
+        item.parent,
+        name=item.name,
+        callspec=getattr(item, "callspec", None),
+        callobj=item.obj,
+        fixtureinfo=item._fixtureinfo,
+        keywords=item.keywords,
+        originalname=item.originalname,
+    )
+    made.own_markers = item.own_markers
+    return made
+
+
+def skipped(reason: str) -> BaseException:
+    """Return the exception that skips an item and is reported at the line of the test, not where it is raised."""
+    return Skipped(reason, _use_item_location=True)
 
 
 def expectation(item: pytest.Item) -> str:

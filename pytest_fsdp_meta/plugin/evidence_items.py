@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
-from pytest_fsdp_meta.evidence import store
+from pytest_fsdp_meta.evidence import Evidence, store
+from pytest_fsdp_meta.plugin.items import CheckItem, Shared
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import Outcome, ReportAttacher, decides_status, outcome_of, raise_outcome
-from pytest_fsdp_meta.plugin.rerun_command import command
+from pytest_fsdp_meta.plugin.outcomes import outcome_of
+from pytest_fsdp_meta.plugin.session import SESSION
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.text import first_line, first_of
 
-CATALOGUE = pytest.StashKey[Catalogue]()
-GIVEN = pytest.StashKey[Sequence[str]]()
-"""The options of pytest's command line that rerun commands repeat."""
-
-
-def register(config: pytest.Config, catalogue: Catalogue, given: Sequence[str]) -> None:
-    """Set what the items of this session are judged by, and the options that their rerun commands repeat."""
-    config.stash[CATALOGUE] = catalogue
-    config.stash[GIVEN] = given
-
 
 def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
-    """Return the collector of a file of stored evidence, None for any other file."""
-    return EvidenceFile.from_parent(parent, path=path) if is_asked_for(path, parent.config) else None
-
-
-def attach(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, attacher: ReportAttacher) -> None:
-    """Put the result of an item of stored evidence on pytest's report of it; leave other items alone."""
-    if isinstance(item, EvidenceItem) and decides_status(report):
-        item.attach_to(report, attacher, call.excinfo.value if call.excinfo else None)
-
-
-def is_asked_for(path: Path, config: pytest.Config) -> bool:
-    """Return whether the command line names this file of stored evidence, or its folder.
+    """Return the collector of a file of stored evidence if the command line names the file or its folder, else None.
 
     Evidence that pytest merely finds, for example in a report within the project, is not collected.
     """
-    return path.name.endswith(store.SUFFIX) and bool(_named(config) & {path.resolve(), path.resolve().parent})
+    if not path.name.endswith(store.SUFFIX) or not _named(parent.config) & {path.resolve(), path.resolve().parent}:
+        return None
+    return EvidenceFile.from_parent(parent, path=path)
 
 
 def is_judged(folder: Path, config: pytest.Config) -> bool:
@@ -66,7 +48,8 @@ class EvidenceFile(pytest.File):
         except ValueError as error:
             yield InvalidEvidence.from_parent(self, name="unreadable", message=str(error))
             return
-        ids = self.config.stash[CATALOGUE].ids()
+        catalogue = self.config.stash[SESSION].catalogue
+        ids = catalogue.ids()
         if removed := [check for check in self.stored.known if check not in ids]:
             message = f"{self.stored.loader}: the catalogue no longer has {first_of(removed)}, which the stored run had"
             try:
@@ -74,21 +57,22 @@ class EvidenceFile(pytest.File):
             except pytest.PytestWarning:  # with -W error: an error of this file, not of the whole collection
                 yield InvalidEvidence.from_parent(self, name="removed", message=message)
         try:
-            self._judge_all(self.config.stash[CATALOGUE])
+            self._judge_all(catalogue)
         except Exception as error:  # every field has its type, but an edited or damaged file may contradict itself
             message = f"{self.path}: inconsistent evidence ({type(error).__name__}: {first_line(error)})"
             yield InvalidEvidence.from_parent(self, name="inconsistent", message=message)
             return
-        for check in self._offered():
+        ids = catalogue.ids_for(bool(self.stored.evidence.world.simulated))
+        # Those that the author did not leave out, and those that the catalogue has gained since.
+        offered = tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
+        stored, shared = self.stored, Shared()
+        spec = ConformanceSpec((dict(stored.evidence.world.mesh),), offered, stored.skip, stored.xfail)
+        for check in offered:
             item = EvidenceItem.from_parent(self, name=check)
+            item.check, item.spec, item.shared = check, spec, shared
             if check in self.stored.skip:
                 item.add_marker(pytest.mark.skip(reason=self.stored.skip[check]))
             yield item
-
-    def _offered(self) -> tuple[str, ...]:
-        """Return the checks that the author did not leave out, and those that the catalogue has gained since."""
-        ids = self.config.stash[CATALOGUE].ids_for(bool(self.stored.evidence.world.simulated))
-        return tuple(check for check in ids if check not in self.stored.known or check in self.stored.offered)
 
     def _judge_all(self, catalogue: Catalogue) -> None:
         """Judge every check twice, with all others and with none: the session's selection is not known yet.
@@ -109,11 +93,6 @@ class EvidenceFile(pytest.File):
         xfailing = selected.intersection(self.stored.xfail)
         return Selection(selected - xfailing, xfailing)
 
-    def spec(self) -> ConformanceSpec:
-        """Return what the author of the loader said about its checks."""
-        stored = self.stored
-        return ConformanceSpec((dict(stored.evidence.world.mesh),), self._offered(), stored.skip, stored.xfail)
-
 
 class InvalidEvidence(pytest.Item):
     """A failing item for a file that cannot be judged, in whole or in part; other files still are."""
@@ -126,41 +105,37 @@ class InvalidEvidence(pytest.Item):
         pytest.fail(self._message, pytrace=False)
 
 
-class EvidenceItem(pytest.Item):
-    """One check of stored evidence."""
+class EvidenceItem(CheckItem):
+    """One check of stored evidence, which is not stored once more."""
 
     parent: EvidenceFile
-    outcome: Outcome | None = None
 
     def setup(self) -> None:
         """Raise an error of the stored run here, so that pytest counts it as an error again."""
-        catalogue = self.config.stash[CATALOGUE]
-        verdict = judge(catalogue[self.name], self.parent.stored.evidence, catalogue, self.parent.selection)
-        self.outcome = outcome_of(verdict, self.parent.stored.evidence.world, self.rerun_command)
+        catalogue, evidence = self.plugin.catalogue, self.judged_evidence()
+        verdict = judge(catalogue[self.check], evidence, catalogue, self.parent.selection)
+        self.outcome = outcome_of(verdict, evidence.world, self.rerun_command)
         if verdict.status == "error":
             pytest.fail(self.outcome.message, pytrace=False)
 
     def runtest(self) -> None:
         assert self.outcome is not None
-        raise_outcome(self, self.outcome, self.name, self.parent.stored.xfail.get(self.name))
+        self.raise_outcome(self.outcome)
 
-    def rerun_command(self) -> str:
-        return command(self.config, self.path, [self.name], self.config.stash[GIVEN])
-
-    def context(self) -> ItemContext:
-        """Return the item as it reports itself, before it has run."""
+    def planned(self) -> ItemContext:
         return ItemContext(
             key=self.parent.nodeid,
             loader=self.parent.stored.loader,
-            check=CheckRecord(self.name, "not run", self.nodeid, again=self.rerun_command()),
-            world=self.parent.stored.evidence.world,
-            offered=self.parent.spec().expected,
+            check=CheckRecord(self.check, "not run", self.nodeid, again=self.rerun_command()),
+            world=self.judged_evidence().world,
+            offered=self.spec.expected,
         )
 
-    def attach_to(self, report: pytest.TestReport, attacher: ReportAttacher, raised: BaseException | None) -> None:
-        """Attach the status of this item to pytest's report. The evidence is not stored once more."""
-        evidence, spec = self.parent.stored.evidence, self.parent.spec()
-        attacher.attach(self, report, self.context(), spec, self.outcome, raised, evidence)
+    def context(self) -> ItemContext:
+        return self.planned()
+
+    def judged_evidence(self) -> Evidence:
+        return self.parent.stored.evidence
 
     def reportinfo(self) -> tuple[str, int, str]:
         return str(self.path), 0, f"{self.parent.stored.loader}[{self.name}]"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, UNANIMOUS_OUTCOMES
-from pytest_fsdp_meta.plugin.collection import SKIPPED, WORLD_ITEM, WorldItem
+from pytest_fsdp_meta.plugin import _pytest_private
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
@@ -41,21 +41,22 @@ class FixtureWorlds:
         """The last world of the running test."""
         self._mark: list[int] = []
         """How much each rank of that world had written before the test."""
-        self._running: tuple[pytest.Item, WorldItem] | None = None
+        self._running: tuple[pytest.Item, WorldSpec, str] | None = None
+        """The running test, with the spec and the scope of its world."""
         self._turn = threading.RLock()
         """Held while ranks are started or called."""
 
-    def begin(self, item: pytest.Item, world_item: WorldItem) -> None:
+    def begin(self, item: pytest.Item, world: WorldSpec, scope: str) -> None:
         """Start with a test, before its fixtures."""
-        self._running, self._world = (item, world_item), None
+        self._running, self._world = (item, world, scope), None
 
     @property
     def spec(self) -> WorldSpec:
         """The spec of the running test's world. Raises ValueError outside of a test that requested a world."""
         __tracebackhide__ = True
-        return self._running_test()[1].world
+        return self._running_test()[1]
 
-    def _running_test(self) -> tuple[pytest.Item, WorldItem]:
+    def _running_test(self) -> tuple[pytest.Item, WorldSpec, str]:
         __tracebackhide__ = True
         if self._running is None:
             raise ValueError(
@@ -69,9 +70,9 @@ class FixtureWorlds:
 
         Raises WorldError where ranks cannot start, and LeaseError where devices cannot be leased.
         """
-        item, world_item = self._running_test()
+        item, spec, scope = self._running_test()
         with self._turn_taken():
-            world = self._pool.take(_owner(item, world_item.scope), world_item.world)
+            world = self._pool.take(_owner(item, scope), spec)
             if world in self._leases:
                 self._devices.resume(self._leases[world], item)
             if world is not self._world:
@@ -94,7 +95,7 @@ class FixtureWorlds:
         Raises pytest's skip or xfail where all ranks do, Disagreement where only some do, and WorldError for failures.
         """
         __tracebackhide__ = True
-        item, _ = self._running_test()
+        item = self._running_test()[0]
         try:
             with self._turn_taken():
                 return self.world().call(
@@ -103,10 +104,7 @@ class FixtureWorlds:
         except WorldError as error:
             error.outputs = tuple(self.outputs())
             failure = error
-        raised = _exception_for(failure)
-        if isinstance(raised, pytest.skip.Exception):
-            item.stash[SKIPPED] = str(raised)
-        raise raised
+        raise _exception_for(failure)
 
     def outputs(self) -> list[str]:
         """Return what each rank of the last world has written during the running test."""
@@ -114,7 +112,7 @@ class FixtureWorlds:
 
     def show_outputs(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Add what ranks wrote to the report of a phase that did not pass, without what earlier phases showed."""
-        if call.excinfo is None or WORLD_ITEM not in item.stash:
+        if call.excinfo is None:
             return
         self.listener.show(item, call.when, enumerate(self.outputs()))
         if self._world is not None:
@@ -134,7 +132,7 @@ class FixtureWorlds:
     def _end_test(self, item: pytest.Item, following: pytest.Item | None) -> str:
         """End the worlds that no later test uses and reset the others; return why one could not be reset."""
         running, self._running = self._running, None
-        problem = "" if running is None else self._reset_world(*running)
+        problem = "" if running is None else self._reset_world(running[0], running[2])
         for scope in ("function", "module"):
             if following is None or _owner(item, scope) is not _owner(following, scope):
                 self._pool.end(_owner(item, scope))
@@ -143,14 +141,14 @@ class FixtureWorlds:
             self._turn.release()
         return problem
 
-    def _reset_world(self, item: pytest.Item, world_item: WorldItem) -> str:
-        owner = _owner(item, world_item.scope)
+    def _reset_world(self, item: pytest.Item, scope: str) -> str:
+        owner = _owner(item, scope)
         try:
             with self._turn_taken():
                 return self._pool.reset_worlds(owner)
         except ValueError:
             self._pool.end(owner)
-            if world_item.scope == "function":
+            if scope == "function":
                 return ""  # no other test was to use these ranks
             return (
                 "the test ended while one of its threads was calling the ranks, so they were ended; join the thread "
@@ -193,23 +191,19 @@ def _exception_for(error: WorldError) -> BaseException:
     """Return the exception that the ranks' failure raises in the test."""
     if error.unanimous in UNANIMOUS_OUTCOMES:
         reason = "; ".join(dict.fromkeys(failure.message for failure in error.failures))
-        return _unanimous_exception(error.unanimous, reason)
+        if error.unanimous in SKIPS:
+            return _pytest_private.skipped(reason)
+        if error.unanimous != ASSUME:
+            return pytest.xfail.Exception(reason)
+        from hypothesis.errors import UnsatisfiedAssumption
+
+        return UnsatisfiedAssumption(reason)
     failed = [failure for failure in error.failures if failure.exception not in UNANIMOUS_OUTCOMES]
     if not failed:
         return Disagreement(_describe_disagreement(error))
     if len(failed) < len(error.failures):
         return WorldError(failed, error.doing, error.outputs, error.label)
     return error.with_traceback(None)
-
-
-def _unanimous_exception(kind: str, reason: str) -> BaseException:
-    if kind in SKIPS:
-        return pytest.skip.Exception(reason)
-    if kind == ASSUME:
-        from hypothesis.errors import UnsatisfiedAssumption
-
-        return UnsatisfiedAssumption(reason)
-    return pytest.xfail.Exception(reason)
 
 
 def _describe_disagreement(error: WorldError) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,23 @@ import pytest
 
 from pytest_fsdp_meta.plugin import (
     collection,
-    early_imports,
     evidence_items,
-    failure_lines,
     hookspecs,
+    loader_option,
     markers,
-    mistyped_options,
     outcomes,
-    run_scope,
+    preloading,
+    report_plugin,
     settings,
-    spmd_items,
+    usage_errors,
     xdist_workers,
 )
 from pytest_fsdp_meta.plugin.evidence_items import EvidenceFile
 from pytest_fsdp_meta.plugin.fixtures import fsdp, fsdp_world
-from pytest_fsdp_meta.plugin.session import SESSION, PluginSession
+from pytest_fsdp_meta.plugin.items import RanksItem, WorldItem
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
+from pytest_fsdp_meta.plugin.session import SESSION, PluginSession, read_catalogue
+from pytest_fsdp_meta.reports.terminal import describe_checks
 
 __all__ = ["fsdp", "fsdp_world"]
 
@@ -42,7 +45,7 @@ def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, object, object]:
     result = yield
-    mistyped_options.check_options(early_config, parser, args)
+    settings.check_options(early_config, parser, args)
     return result
 
 
@@ -50,21 +53,26 @@ def pytest_configure(config: pytest.Config) -> None:
     markers.register(config)
     config.pluginmanager.register(xdist_workers.Controller(), "fsdp_controller")
     config.stash[SESSION] = PluginSession(config)
+    report_plugin.register(config, config.stash[SESSION])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    status = collection.list_checks(config)
-    if status is None and config.getoption("--fsdp-init") is not None:
+    if config.getoption("--fsdp-list-checks"):
+        print(describe_checks(read_catalogue(config)))
+        return 0
+    if config.getoption("--fsdp-init") is not None:
         from pytest_fsdp_meta.plugin.init import command  # most runs do without it
 
         return command.run(config)
-    return status
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[SESSION].start()
+    plugin = session.config.stash[SESSION]
+    plugin.start()
+    loader_option.plan(session.config, plugin.settings, plugin.engine)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> EvidenceFile | None:
@@ -77,37 +85,32 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     if not isinstance(collector, pytest.Module):
         return (yield)
-    with early_imports.importing(collector.path, collector.config, collector.config.stash[SESSION].engine):
+    with preloading.importing(collector.path, collector.config, collector.config.stash[SESSION].engine):
         return (yield)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.config.stash[SESSION].parametrize(metafunc)
+    collection.parametrize(metafunc.config.stash[SESSION], metafunc)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_itemcollected(item: pytest.Item) -> None:
-    collection.stash_identity(item)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    return collection.make_items((yield))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[SESSION].check_usage(items)
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    if items:
-        run_scope.send_deselected(items[0].config, items)
+    usage_errors.check_usage(config.stash[SESSION], items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[SESSION].plan(session.items)
+    collection.plan(session.config.stash[SESSION], session.items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with item.config.stash[SESSION].loaders.running(item):
+    with item.running() if isinstance(item, LoaderItem) else nullcontext():
         return (yield)
 
 
@@ -122,26 +125,17 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Run loaders in the innermost wrapper: after ``yield``, fixtures are set up and output is still captured."""
-    session = item.config.stash[SESSION]
-    with session.listener.listening():
-        session.loaders.before_fixtures(item)
-        spmd_items.before_fixtures(item, session.worlds)
+    """Listen to ranks in the innermost wrapper, in which output is still captured."""
+    with item.config.stash[SESSION].listener.listening():
+        if isinstance(item, RanksItem):
+            item.begin()
         yield
-        session.loaders.after_fixtures(item)
-        spmd_items.after_fixtures(item, session.worlds)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     with item.config.stash[SESSION].listener.listening():
         yield
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    session = pyfuncitem.config.stash[SESSION]
-    return session.loaders.call(pyfuncitem) or spmd_items.call(pyfuncitem, session.worlds, session.settings.given)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -155,13 +149,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    session = item.config.stash[SESSION]
-    session.worlds.show_outputs(item, call)
+    if isinstance(item, WorldItem):
+        item.config.stash[SESSION].worlds.show_outputs(item, call)
     report = yield
-    session.loaders.attach(item, call, report)
-    evidence_items.attach(item, call, report, session.attacher)
-    collection.place_skip(item, report)
-    failure_lines.point_to_user(item, report)
+    if isinstance(item, RanksItem):
+        item.complete_report(call, report)
     return report
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.plugin import preloading
-from pytest_fsdp_meta.plugin.collection import require_plain_function, runs_nothing
+from pytest_fsdp_meta.plugin.collection import require_plain_function
 from pytest_fsdp_meta.plugin.markers import MARK
 from pytest_fsdp_meta.plugin.named_loader import NamedLoader, Unfit, import_loader, model_type, modelling_modules
-from pytest_fsdp_meta.plugin.settings import Settings
+from pytest_fsdp_meta.plugin.settings import Settings, runs_nothing
 from pytest_fsdp_meta.worlds import Engine
 
 
@@ -125,7 +125,10 @@ class LoaderCollection:
         if not self._is(file_path):
             return found
         is_test_file = any(_matches(file_path, pattern) for pattern in parent.config.getini("python_files"))
-        loader = LoaderFile.from_parent(parent, path=file_path, nodeid=_nodeid(file_path, parent.config.rootpath))
+        root = parent.config.rootpath
+        # Relative to the root folder as pytest's, or the whole path of a file outside of it.
+        nodeid = (file_path.relative_to(root) if file_path.is_relative_to(root) else file_path).as_posix()
+        loader = LoaderFile.from_parent(parent, path=file_path, nodeid=nodeid)
         loader.obj = self._test_module
         return [loader, *(found if is_test_file else ())]
 
@@ -142,11 +145,6 @@ class LoaderFile(pytest.Module):
 
     def istestfunction(self, obj: object, name: str) -> bool:
         return isinstance(obj, NamedLoader)
-
-
-def _nodeid(path: Path, root: Path) -> str:
-    """Return the path relative to the root folder as pytest does, or the whole path for a file outside of it."""
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
 def _test(loader: NamedLoader, function: Any) -> Any:

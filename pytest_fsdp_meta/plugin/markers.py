@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import shards_data
@@ -26,11 +26,6 @@ SPMD = "fsdp_spmd"
 WORLD = "fsdp_world"
 """The name of a mark, and of the fixture that it configures."""
 PROCESS_GROUPS = ("plugin", "loader")
-ARGUMENTS = (
-    "world_size", "mesh", "only", "skip", "xfail", "tolerance", "steps", "timeout", "process_group", "simulate",
-    "simulate_ranks",
-)  # fmt: skip
-WORLD_ARGUMENTS = ("world_size", "mesh", "scope", "timeout", "process_group")
 
 
 def register(config: pytest.Config) -> None:
@@ -43,9 +38,46 @@ def register(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
 
 
-@overload
-def fsdp_conformance(function: F, /) -> F: ...
-@overload
+P = ParamSpec("P")
+
+
+class Decorator(Protocol[P]):
+    """With or without arguments, as ``@fsdp_conformance`` and ``@fsdp_conformance(world_size=4)``."""
+
+    @overload
+    def __call__(self, function: F, /) -> F: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Callable[[F], F]: ...
+
+
+def _decorator(what: str, consequence: str) -> Callable[[Callable[P, Any]], Decorator[P]]:
+    """Make a decorator of a function that has its name, its arguments and its docstring.
+
+    Arguments are checked during collection, which reports all wrong ones at once, also unknown ones.
+    """
+
+    def make(documented: Callable[P, Any]) -> Decorator[P]:
+        known = inspect.signature(documented).parameters
+
+        @functools.wraps(documented)
+        def decorate(*positional: Any, **given: Any) -> Any:
+            import pytest
+
+            mark = getattr(pytest.mark, documented.__name__)
+            if len(positional) == 1 and callable(positional[0]) and not given:
+                return mark(_guarded(positional[0], what, consequence))
+            given = {
+                name: value for name, value in given.items() if name not in known or value is not known[name].default
+            }
+            marked = mark.with_args(*positional, **given)
+            return lambda function: marked(_guarded(function, what, consequence))
+
+        return decorate
+
+    return make
+
+
+@_decorator("is a loader for pytest-fsdp-meta", "no check ran")
 def fsdp_conformance(
     *,
     world_size: int | Sequence[int] | None = None,
@@ -59,21 +91,6 @@ def fsdp_conformance(
     process_group: Literal["plugin", "loader"] = "plugin",
     simulate: bool | int | Sequence[int] | None = None,
     simulate_ranks: Sequence[int] | None = None,
-) -> Callable[[F], F]: ...
-def fsdp_conformance(
-    *positional: Any,
-    world_size: int | Sequence[int] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    only: str | Collection[str] | None = None,
-    skip: Mapping[str, str] | None = None,
-    xfail: Mapping[str, str] | None = None,
-    tolerance: float | Mapping[str, float] | None = None,
-    steps: int = 3,
-    timeout: float | None = None,
-    process_group: Literal["plugin", "loader"] = "plugin",
-    simulate: bool | int | Sequence[int] | None = None,
-    simulate_ranks: Sequence[int] | None = None,
-    **unknown: Any,
 ) -> Any:
     """Mark a test as a loader: its body runs on every rank, and each check of the catalogue becomes one pytest item.
 
@@ -87,13 +104,9 @@ def fsdp_conformance(
 
     The same as ``@pytest.mark.fsdp_conformance``, except that the test fails where the plugin is not active.
     """
-    arguments = _given(fsdp_conformance, locals())
-    return _marked(MARK, positional, arguments, "is a loader for pytest-fsdp-meta", "no check ran")
 
 
-@overload
-def fsdp_spmd(function: F, /) -> F: ...
-@overload
+@_decorator("runs on ranks of pytest-fsdp-meta", "it did not run")
 def fsdp_spmd(
     *,
     world_size: int | Sequence[int] | None = None,
@@ -101,15 +114,6 @@ def fsdp_spmd(
     scope: Literal["function", "module", "session"] | None = None,
     timeout: float | None = None,
     process_group: Literal["plugin", "loader"] = "plugin",
-) -> Callable[[F], F]: ...
-def fsdp_spmd(
-    *positional: Any,
-    world_size: int | Sequence[int] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    scope: Literal["function", "module", "session"] | None = None,
-    timeout: float | None = None,
-    process_group: Literal["plugin", "loader"] = "plugin",
-    **unknown: Any,
 ) -> Any:
     """Run the whole body of a test on every rank; the test passes when every rank passes.
 
@@ -121,37 +125,6 @@ def fsdp_spmd(
 
     The same as ``@pytest.mark.fsdp_spmd``, except that the test fails where the plugin is not active.
     """
-    arguments = _given(fsdp_spmd, locals())
-    return _marked(SPMD, positional, arguments, "runs on ranks of pytest-fsdp-meta", "it did not run")
-
-
-def _given(decorator: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the author passed, also unknown ones, which collection reports."""
-    parameters = inspect.signature(decorator).parameters.values()
-    known = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    return {**{one.name: values[one.name] for one in known if values[one.name] is not one.default}, **values["unknown"]}
-
-
-def _documented(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature without what is accepted only to be reported as a usage error."""
-    signature = inspect.signature(function)
-    known = [one for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
-    return signature.replace(parameters=known)
-
-
-for _decorator in (fsdp_conformance, fsdp_spmd):
-    setattr(_decorator, "__signature__", _documented(_decorator))  # noqa: B010
-
-
-def _marked(name: str, positional: tuple[Any, ...], arguments: dict[str, Any], what: str, consequence: str) -> Any:
-    import pytest
-
-    mark = getattr(pytest.mark, name)
-    if len(positional) == 1 and callable(positional[0]) and not arguments:
-        return mark(_guarded(positional[0], what, consequence))
-    # Arguments are checked during collection, which reports all wrong ones at once.
-    marked = mark.with_args(*positional, **arguments)
-    return lambda function: marked(_guarded(function, what, consequence))
 
 
 def _guarded(function: Any, what: str, consequence: str) -> Any:
@@ -212,7 +185,7 @@ def read_conformance_spec(
 
     With ``simulated_sizes``, loaders are simulated at these sizes instead of running.
     """
-    _require_known(positional, arguments, ARGUMENTS)
+    _require_known(positional, arguments, fsdp_conformance)
     skip = _reasons("skip", arguments.get("skip"), catalogue)
     xfail = _reasons("xfail", arguments.get("xfail"), catalogue)
     both = sorted(skip.keys() & xfail.keys())
@@ -258,7 +231,7 @@ def read_world_marker_spec(
     positional: tuple[Any, ...], arguments: Mapping[str, Any], default_sizes: tuple[int, ...]
 ) -> WorldMarkerSpec:
     """Check the arguments of such a marker. Raises ValueError with one line: the argument, the problem, the fix."""
-    _require_known(positional, arguments, WORLD_ARGUMENTS)
+    _require_known(positional, arguments, fsdp_spmd)
     scope = arguments.get("scope", "function")
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r} should be 'function', 'module' or 'session'")
@@ -276,7 +249,8 @@ def read_world_marker_spec(
     )
 
 
-def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], decorator: Callable[..., Any]) -> None:
+    known = tuple(inspect.signature(decorator).parameters)
     if positional:
         raise ValueError(f"unexpected positional argument {positional[0]!r}; the arguments are {', '.join(known)}")
     for name in arguments:

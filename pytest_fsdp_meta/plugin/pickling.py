@@ -9,7 +9,6 @@ import pytest
 
 from pytest_fsdp_meta.loader.call import ByName, Call, body
 from pytest_fsdp_meta.plugin._pytest_private import requested_fixtures
-from pytest_fsdp_meta.plugin.collection import ARGUMENT
 from pytest_fsdp_meta.plugin.hypothesis_given import given_test
 from pytest_fsdp_meta.trial import LoaderFailed
 
@@ -22,7 +21,7 @@ def pack_call(item: pytest.Function) -> Call:
     """Pickle the test and its fixture values one by one, so that an error can name one. Raises Unsendable."""
     from pytest_fsdp_meta.worlds.system.pickling import dumps
 
-    requested = [name for name in requested_fixtures(item) if name != ARGUMENT]
+    requested = requested_fixtures(item)
     arguments = {name: _pack_fixture(name, item.funcargs[name]) for name in requested if name != "fsdp"}
     try:
         function = dumps(_by_name(item.obj))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,14 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
-from pytest_fsdp_meta.plugin.collection import LOADER_ITEM, runs_nothing
 from pytest_fsdp_meta.plugin.comparer import Comparer
-from pytest_fsdp_meta.plugin.evidence_items import EvidenceItem, is_judged
-from pytest_fsdp_meta.plugin.loader_items import planned_context
+from pytest_fsdp_meta.plugin.evidence_items import is_judged
+from pytest_fsdp_meta.plugin.items import CheckItem
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
 from pytest_fsdp_meta.plugin.outcomes import attached_context
-from pytest_fsdp_meta.plugin.run_scope import DESELECTED, RunScope, loaders_of
-from pytest_fsdp_meta.plugin.settings import Settings, settings_elsewhere
-from pytest_fsdp_meta.plugin.skip_lines import name_checks
+from pytest_fsdp_meta.plugin.run_scope import RunScope
+from pytest_fsdp_meta.plugin.session import PluginSession
+from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
@@ -33,19 +33,26 @@ from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header,
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 
-NAME = "fsdp_report"
 EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+
+
+def register(config: pytest.Config, session: PluginSession) -> None:
+    """Register the plugin in the process that pytest was started in, and in each the one that knows its scope."""
+    scope = RunScope(config)
+    config.pluginmanager.register(scope)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ReportPlugin(config, session, scope), "fsdp_report")
 
 
 class ReportPlugin:
     """Records the results of loaders, writes their report while the run goes on, and decides its exit status."""
 
-    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+    def __init__(self, config: pytest.Config, session: PluginSession, scope: RunScope) -> None:
         self._config = config
-        self._settings = settings
+        self._session = session
+        self._settings = settings = session.settings
         self._began = time.monotonic()
         self._records = RunRecords()
-        self._catalogue = Catalogue()
         self._header: Header | None = None
         self._others_passed = False
         """Whether a test that is not a loader has passed."""
@@ -69,23 +76,26 @@ class ReportPlugin:
                 "overwrite; choose another folder"
             )
         self._comparer = Comparer(settings)
-        self._scope = RunScope(config)
+        self._scope = scope
         self._any_test_reported = False
         self._not_collected = ""
         """The first error of collection."""
         self._locations: dict[str, Location] = {}
         """Node id -> the line of an item that has reported."""
 
-    def begin(self, catalogue: Catalogue) -> None:
-        """Take the catalogue, which is known once the session has started."""
-        self._catalogue = catalogue
-        if self._is_idle:
+    @property
+    def _catalogue(self) -> Catalogue:
+        return self._session.catalogue  # known once the session has started
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
+        if runs_nothing(self._config):
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
             engine, memory = self._settings.engine, self._settings.device_memory
             others = settings_elsewhere(self._config)
-            self._header = read_header(self._config.rootpath, command, engine, catalogue, memory, others)
+            self._header = read_header(self._config.rootpath, command, engine, self._catalogue, memory, others)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -104,21 +114,9 @@ class ReportPlugin:
         if not is_judged(folder, self._config):
             store.clear_evidence(folder)
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether pytest runs no tests at all (--collect-only and the like)."""
-        return runs_nothing(self._config)
-
     def pytest_report_header(self) -> str:
         settings = self._settings
         return describe_run(settings.engine, settings.device, settings.backend, settings.world_sizes, self._catalogue)
-
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        self._scope.deselect(loaders_of(items))
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self._scope.deselect(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not self._not_collected:
@@ -138,11 +136,8 @@ class ReportPlugin:
         if session.items:
             self._start_report()
         for item in session.items:
-            loader = item.stash.get(LOADER_ITEM, None)
-            if isinstance(item, EvidenceItem):
-                self._records.plan(item.context())
-            elif loader is not None:
-                self._records.plan(planned_context(item, loader))
+            if isinstance(item, CheckItem):
+                self._records.plan(item.planned())
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
@@ -205,7 +200,7 @@ class ReportPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._is_idle:
+        if runs_nothing(self._config):
             return
         if session.testsfailed:
             # Nothing may have been collected because of an error: the old report must not pass for this run's.
@@ -233,9 +228,11 @@ class ReportPlugin:
                 return
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-        name_checks(terminalreporter)
+        _name_checks(terminalreporter)
         ended_early = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if self._is_idle or (ended_early and not self._any_item_reported):  # pytest itself says why nothing ran
+        if runs_nothing(self._config) or (
+            ended_early and not self._any_item_reported
+        ):  # pytest itself says why nothing ran
             return
         if self.loaders or self._problems:
             terminalreporter.section("fsdp conformance")
@@ -244,9 +241,6 @@ class ReportPlugin:
             terminalreporter.section("fsdp conformance, compared")
             for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
-        self._print_annotations(terminalreporter)
-
-    def _print_annotations(self, terminalreporter: pytest.TerminalReporter) -> None:
         if os.environ.get("GITHUB_ACTIONS") == "true":
             for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
                 terminalreporter.write_line(command)
@@ -302,3 +296,28 @@ class ReportPlugin:
             self._write_problem = str(error)
         except Exception as error:  # a bug in drawing the page must not hide pytest's own summary
             self._write_problem = f"the page could not be drawn ({type(error).__name__}: {first_line(error)})"
+
+
+def _name_checks(reporter: pytest.TerminalReporter) -> None:
+    """Add to the reason of each skipped item the checks that are skipped at the same line for the same reason.
+
+    pytest's summary folds the items of a loader that have one reason into one line.
+    """
+    if not reporter.config.getoption("fold_skipped", True):
+        return  # each item has its own line, with its node id
+    skipped: list[Any] = reporter.stats.get("skipped", [])
+    checks: dict[tuple[object, ...], dict[str, None]] = {}
+    for report in skipped:
+        if (check := _check_of(report)) is not None:
+            checks.setdefault(report.longrepr, {})[check] = None
+    for number, report in enumerate(skipped):
+        if _check_of(report) is not None:
+            path, line, reason = report.longrepr
+            skipped[number] = copy(report)  # other plugins may still read the report
+            skipped[number].longrepr = (path, line, f"{reason} [{', '.join(checks[report.longrepr])}]")
+
+
+def _check_of(report: Any) -> str | None:
+    """Return the check of a skipped item of a loader; None for other reports."""
+    context = attached_context(report) if isinstance(report, pytest.TestReport) else None
+    return context.check.check if context is not None and isinstance(report.longrepr, tuple) else None

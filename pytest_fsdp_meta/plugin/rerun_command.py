@@ -20,14 +20,9 @@ SHIM = 5.0
 def rerun_command(item: pytest.Item, given: Sequence[str]) -> str:
     """Return a command that reruns this item from where pytest was started, with the options ``given``."""
     # Not from the node id, to which xdist may append a group.
-    names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Function))]
-    return command(item.config, item.path, names, given)
-
-
-def command(config: pytest.Config, path: Path, names: Sequence[str], given: Sequence[str]) -> str:
-    """Return a command that runs the item with these names (class, function) in a file."""
-    here = config.invocation_params.dir
-    nodeid = "::".join([os.path.relpath(path, here), *names])
+    names = [node.name for node in item.listchain() if isinstance(node, (pytest.Class, pytest.Item))]
+    here = item.config.invocation_params.dir
+    nodeid = "::".join([os.path.relpath(item.path, here), *names])
     return shlex.join([_interpreter(here), "-m", "pytest", nodeid, *given])
 
 

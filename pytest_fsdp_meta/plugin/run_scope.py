@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.plugin.collection import LOADER_ITEM
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 
 DESELECTED = "fsdp_deselected"
 """Key of ``workeroutput``: the loaders that a worker of pytest-xdist deselected, by name."""
@@ -18,15 +18,21 @@ PARTIAL = ("lf", "stepwise")
 
 
 class RunScope:
-    """Knows what was deselected and which paths pytest was given."""
+    """A pytest plugin that knows what was deselected and which paths pytest was given."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._deselected: set[str] = set()
 
-    def deselect(self, names: Iterable[str]) -> None:
-        """Record loaders with at least one deselected item."""
-        self._deselected.update(names)
+    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
+        """Record loaders with a deselected item; on a worker also for the controller, which collects nothing."""
+        self._deselected.update(item.loader.name for item in items if isinstance(item, LoaderItem))
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[DESELECTED] = sorted(self._deselected)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._deselected.update(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
 
     def has(self, loader: str) -> bool:
         """Return whether the run would have a loader with this name, if it still existed."""
@@ -58,16 +64,3 @@ class RunScope:
 
     def _absolute(self, path: str) -> Path:
         return (self._config.invocation_params.dir / path).resolve()
-
-
-def loaders_of(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the names of the loaders that these items belong to."""
-    found = (item.stash.get(LOADER_ITEM, None) for item in items)
-    return list(dict.fromkeys(loader.name for loader in found if loader is not None))
-
-
-def send_deselected(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """On a worker of pytest-xdist: leave the names of deselected loaders for the controller, which collects nothing."""
-    output: dict[str, Any] | None = getattr(config, "workeroutput", None)
-    if output is not None:
-        output[DESELECTED] = [*output.get(DESELECTED, ()), *loaders_of(items)]

@@ -1,29 +1,19 @@
-"""Read settings from the command line, else from the ini file."""
+"""The options, and the settings that they make, read from the command line, else from the ini file."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta import standin
-from pytest_fsdp_meta.plugin.option_values import (
-    one_of,
-    parse_bytes,
-    parse_count,
-    parse_folder,
-    parse_loader,
-    parse_new_folder,
-    parse_patterns,
-    parse_reports,
-    parse_seconds,
-    parse_sizes,
-    parse_switch,
-)
+from pytest_fsdp_meta.plugin import option_values
 
 DEVICES = ("auto", "cpu", "cuda", standin.NAME)
 BACKENDS = ("auto", "gloo", "nccl")
@@ -86,7 +76,7 @@ OPTIONS = (
         "world-size",
         "number of ranks for loaders and tests whose marker sets none; a list such as 1,2,4 runs them once per size "
         "(default: 2)",
-        parse_sizes,
+        option_values.parse_sizes,
         "expected a positive int, or a list of distinct ones such as 1,2,4",
         "N[,N...]",
     ),
@@ -94,14 +84,14 @@ OPTIONS = (
         "simulate",
         "judge loaders at this world size, or these, without running it: some of its ranks run, without values and "
         "without a network, and the checks that need neither judge them",
-        parse_sizes,
+        option_values.parse_sizes,
         "expected a positive int, or a list of distinct ones such as 64,1024",
         "N[,N...]",
     ),
     Option(
         "device-memory",
         "memory of a device, such as 80GiB: the summary of a simulated loader says at which sizes a step fits",
-        parse_bytes,
+        option_values.parse_bytes,
         "expected a number with MiB, GiB or TiB, such as 80GiB",
         "SIZE",
     ),
@@ -110,7 +100,7 @@ OPTIONS = (
         "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu, cuda, or "
         f"standin, a device in the host's memory that does not mix with the CPU (torch {', '.join(standin.TORCH)}; "
         "compiled once, with a C++ compiler)",
-        one_of(DEVICES),
+        option_values.one_of(DEVICES),
         "choose auto, cpu, cuda or standin",
         "DEVICE",
     ),
@@ -118,7 +108,7 @@ OPTIONS = (
         "backend",
         "process group backend: auto (default: nccl on cuda, gloo on cpu), gloo or nccl; with gloo on cuda, ranks can "
         "share a GPU",
-        one_of(BACKENDS),
+        option_values.one_of(BACKENDS),
         "choose auto, gloo or nccl",
         "BACKEND",
     ),
@@ -126,14 +116,14 @@ OPTIONS = (
         "timeout",
         "seconds that one call to the ranks may take; after it, their stacks are shown and the ranks are ended "
         "(default: 300)",
-        parse_seconds,
+        option_values.parse_seconds,
         "expected a positive number of seconds",
         "SECONDS",
     ),
     Option(
         "require-gpu",
         "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs",
-        parse_switch,
+        option_values.parse_switch,
         "choose true or false",
         "",
     ),
@@ -141,7 +131,7 @@ OPTIONS = (
         "slots",
         "with pytest-xdist, number of ranks that all workers together may run on the CPU at a time; a larger world "
         "runs alone (default: number of available CPU cores)",
-        parse_count,
+        option_values.parse_count,
         "expected a positive int",
         "N",
     ),
@@ -149,7 +139,7 @@ OPTIONS = (
         "engine",
         "where ranks run: local (default: processes on this machine) or ray (spread over a Ray cluster; needs the "
         "extra 'ray')",
-        one_of(ENGINES),
+        option_values.one_of(ENGINES),
         "choose local or ray",
         "ENGINE",
     ),
@@ -158,7 +148,7 @@ OPTIONS = (
         "run the checks on this function, without a test file; test paths on the command line run as well. Every rank "
         "calls it with fsdp (the rank) and checkpoint (a pathlib.Path), by name or in this order, and it returns the "
         "model or a Subject; MODULE may also be in the current folder",
-        parse_loader,
+        option_values.parse_loader,
         "expected MODULE:FUNCTION, such as mypkg.loading:load",
         "MODULE:FUNCTION",
     ),
@@ -167,7 +157,7 @@ OPTIONS = (
         "checkpoint folder for --fsdp-loader. If the loader returns a bare model, it is also the reference: a "
         "transformers checkpoint (config.json) is loaded with from_pretrained and trained for comparison; otherwise "
         "values are compared with the *.safetensors files",
-        parse_folder,
+        option_values.parse_folder,
         "expected an existing folder",
         "DIR",
     ),
@@ -175,7 +165,7 @@ OPTIONS = (
         "report",
         "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
         "earlier run",
-        parse_new_folder,
+        option_values.parse_new_folder,
         "expected a writable folder, or one that can be created",
         "DIR",
         repeated=False,
@@ -185,7 +175,7 @@ OPTIONS = (
         "report.json of an earlier run to compare with: show new failures, fixed checks, slower loads and checks that "
         "no longer run. Several, or a folder in which every run leaves its report, also show the history of each "
         "check; the run is then compared with the last that passed",
-        parse_reports,
+        option_values.parse_reports,
         "expected an existing report.json, a folder of reports, or several, separated by commas",
         "REPORT[,REPORT...]",
         repeated=False,
@@ -195,7 +185,7 @@ OPTIONS = (
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
         "failures that the earlier run did not have, and missing loaders) or any (every failure, missing loaders, "
         "slower loads, drifting losses and checks that no longer run)",
-        one_of(FAIL_ON),
+        option_values.one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",
         repeated=False,
@@ -204,7 +194,7 @@ OPTIONS = (
         "allow-missing",
         "with --fsdp-fail-on, accept that loaders of the earlier run are missing; in the ini file also for some "
         "loaders only: their node ids, * for any text, separated by commas",
-        parse_patterns,
+        option_values.parse_patterns,
         "choose true or false, or node ids such as tests/test_old.py::*",
         "",
         repeated=False,
@@ -246,6 +236,24 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--fsdp-list-checks", action="store_true", default=False, help="list all checks and exit")
 
 
+def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
+    """Raise UsageError for the first option like one of this plugin's that no plugin has registered, with the nearest.
+
+    pytest itself only says "unrecognized arguments". To be called when conftest files have registered theirs, which may
+    begin with the same word.
+    """
+    _, unknown = parser.parse_known_and_unknown_args(args, copy(config.known_args_namespace))
+    for argument in unknown:
+        typed = argument.partition("=")[0]
+        if typed in GONE:
+            raise pytest.UsageError(f"{typed}: there is no such option any more; {GONE[typed]}")
+        near = difflib.get_close_matches(typed.replace("_", "-"), FLAGS, n=1, cutoff=0.75)
+        if typed.startswith("--") and near:
+            raise pytest.UsageError(f"{typed}: there is no such option; did you mean {near[0]}?")
+        if typed.startswith("--fsdp"):
+            raise pytest.UsageError(f"{typed}: there is no such option; the options are {', '.join(FLAGS)}")
+
+
 def read_settings(config: pytest.Config) -> Settings:
     """Read and check all settings. Raises UsageError with one line: the source of an invalid value, and what is valid.
 
@@ -273,6 +281,12 @@ def read_settings(config: pytest.Config) -> Settings:
             f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
         )
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
+
+
+def runs_nothing(config: pytest.Config) -> bool:
+    """Return whether pytest was asked to show something instead of running tests, as ``--collect-only`` does."""
+    shown = ("collectonly", "setuponly", "setupplan", "showfixtures", "show_fixtures_per_test", "cacheshow")
+    return any(config.getoption(option, False) for option in shown)
 
 
 def settings_elsewhere(config: pytest.Config) -> dict[str, str]:

@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import pytest
 
-from pytest_fsdp_meta.plugin import xdist_workers
-from pytest_fsdp_meta.plugin._pytest_private import (
-    fixtures_asking_for,
-    parameters,
-    requested_fixtures,
-    resolved_fixture,
-)
-from pytest_fsdp_meta.plugin.collection import ARGUMENT, LOADER_ITEM, WORLD_ITEM, place_of
+from pytest_fsdp_meta.plugin import _pytest_private, xdist_workers
+from pytest_fsdp_meta.plugin.collection import ARGUMENT
+from pytest_fsdp_meta.plugin.items import RanksItem
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
+from pytest_fsdp_meta.plugin.session import PluginSession, place_of
 from pytest_fsdp_meta.text import first_of
 
 FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 """The module of this plugin's own fixtures."""
 
 
-@dataclass(frozen=True)
-class UsageProblem:
-    """A usage error: ``where`` is a node id or a file, ``what`` the problem and the fix."""
+def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
+    """Raise one UsageError if collected tests cannot work, for example because they combine two markers.
 
-    where: str
-    what: str
-
-
-def check_usage(
-    config: pytest.Config, items: list[pytest.Item], found: Sequence[UsageProblem], plugins: Collection[object]
-) -> None:
-    """Raise one UsageError for all usage problems of the collected tests.
-
-    ``found`` has the problems found during collection, and ``plugins`` those plugins whose checks are in the catalogue.
+    It has one line per problem, however many tests or files have it.
     An xdist worker raises nothing, because the controller would replace it; the controller raises instead.
     """
+    config, found = session.config, session.usage_problems
     is_worker = hasattr(config, "workerinput")
-    message = describe_problems(
-        [
-            *found,
-            *_late_checks(config, plugins),
-            *_item_problems(items, {problem.where for problem in found}),
-            *_duplicate_names(items, scheduled=is_worker),
-        ]
-    )
+    places: dict[str, dict[str, None]] = {}
+    for where, what in (
+        *found,
+        *_late_checks(session),
+        *_item_problems(items, {where for where, _ in found}),
+        *_duplicate_names(items, scheduled=is_worker),
+    ):
+        places.setdefault(" ".join(what.split()), {})[where] = None  # a value, such as an array, may have several lines
+    message = "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
     if message and is_worker:
         xdist_workers.send_usage_error(config, message)
         items.clear()
@@ -54,47 +42,40 @@ def check_usage(
         raise pytest.UsageError(message)
 
 
-def describe_problems(problems: Iterable[UsageProblem]) -> str:
-    """Return one line per problem, however many tests have it."""
-    places: dict[str, dict[str, None]] = {}
-    for problem in problems:
-        places.setdefault(problem.what, {})[problem.where] = None
-    # A value in the message, such as an array, may be written on several lines.
-    return "\n".join(f"{first_of(list(wheres))}: {' '.join(what.split())}" for what, wheres in places.items())
-
-
-def _late_checks(config: pytest.Config, known: Collection[object]) -> Iterator[UsageProblem]:
-    for impl in config.hook.pytest_fsdp_checks.get_hookimpls():
-        if impl.plugin not in known:
-            yield UsageProblem(
-                place_of(impl.plugin, config),
+def _late_checks(session: PluginSession) -> Iterator[tuple[str, str]]:
+    for plugin in session.check_plugins():
+        if plugin not in session.known_plugins:
+            yield (
+                place_of(plugin, session.config),
                 "pytest found the hook pytest_fsdp_checks only during collection, which is too late; move it to the "
                 "conftest.py of the root folder, or name this folder in testpaths or on the command line",
             )
 
 
-def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> Iterator[UsageProblem]:
+def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the problems of tests for which none has been ``reported`` yet."""
     for item in items:
         if isinstance(item, pytest.Function):
             assert item.parent is not None
             where, what = f"{item.parent.nodeid}::{item.originalname}", _problem(item)
             if what is not None and where not in reported:
-                yield UsageProblem(where, what)
+                yield where, what
 
 
-def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[UsageProblem]:
+def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[tuple[str, str]]:
     """Yield items that share a node id though their parameters differ.
 
     A report could show only one of two such loaders. Only one of two such tests would run if this plugin distributes
     items over xdist's workers (``scheduled``), which it does if any item is a loader's.
     """
-    all_count = scheduled and any(LOADER_ITEM in item.stash for item in items)
+    all_count = scheduled and any(isinstance(item, LoaderItem) for item in items)
     seen: dict[str, tuple[tuple[str, int], ...]] = {}
     for item in items:
-        values = tuple((name, id(value)) for name, value in parameters(item).items() if name != ARGUMENT)
-        if seen.setdefault(item.nodeid, values) != values and (all_count or LOADER_ITEM in item.stash):
-            yield UsageProblem(
+        values = tuple(
+            (name, id(value)) for name, value in _pytest_private.parameters(item).items() if name != ARGUMENT
+        )
+        if seen.setdefault(item.nodeid, values) != values and (all_count or isinstance(item, LoaderItem)):
+            yield (
                 item.nodeid,
                 "two parametrizations have this node id; give them different ids with pytest.param(..., id=...)",
             )
@@ -114,7 +95,7 @@ def _problem(item: pytest.Function) -> str | None:
 
 def _not_parametrized(item: pytest.Function, on_ranks: str) -> str | None:
     requests = WORLD in item.fixturenames and _is_ours(item, WORLD)
-    if LOADER_ITEM in item.stash or WORLD_ITEM in item.stash or not (on_ranks or requests):
+    if isinstance(item, RanksItem) or not (on_ranks or requests):
         return None
     who = {MARK: f"@{MARK}: a loader", SPMD: f"@{SPMD}: an SPMD test"}.get(
         on_ranks, f"a test that requests fixture {WORLD!r}"
@@ -144,10 +125,10 @@ def _misplaced_world(item: pytest.Function, on_ranks: str) -> str | None:
 
 def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
     if not _is_ours(item, "fsdp"):
-        hidden = on_ranks and "fsdp" in requested_fixtures(item)
+        hidden = on_ranks and "fsdp" in _pytest_private.requested_fixtures(item)
         what = "another fixture or parameter 'fsdp' overrides the fixture of pytest-fsdp-meta; rename the other one"
         return what if hidden else None
-    requesting = fixtures_asking_for(item, "fsdp")
+    requesting = _pytest_private.fixtures_asking_for(item, "fsdp")
     if requesting:
         return (
             f"fixture {requesting[0]!r} requests 'fsdp', which exists on the ranks only, while fixtures run in the "
@@ -160,5 +141,5 @@ def _misplaced_rank(item: pytest.Function, on_ranks: str) -> str | None:
 
 def _is_ours(item: pytest.Function, name: str) -> bool:
     """Return whether the item gets this plugin's fixture under this name."""
-    fixture = resolved_fixture(item, name)
+    fixture = _pytest_private.resolved_fixture(item, name)
     return fixture is not None and fixture.__module__ == FIXTURES

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pytest_fsdp_meta.plugin import hookspecs
 from pytest_fsdp_meta.plugin.fixtures import RANK_ATTRIBUTES
-from pytest_fsdp_meta.plugin.markers import ARGUMENTS, WORLD_ARGUMENTS
+from pytest_fsdp_meta.plugin.markers import fsdp_conformance, fsdp_spmd
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
@@ -52,9 +53,10 @@ def test_the_markers_and_fixtures_are_on_the_page() -> None:
     assert all(f"`{name}" in PAGE for name in RANK_ATTRIBUTES)
 
 
-@pytest.mark.parametrize(("decorator", "arguments"), [("fsdp_conformance", ARGUMENTS), ("fsdp_spmd", WORLD_ARGUMENTS)])
-def test_the_decorators_have_their_arguments(decorator: str, arguments: tuple[str, ...]) -> None:
-    assert f"`@{decorator}({', '.join(f'{name}=' for name in arguments)})`" in PAGE
+@pytest.mark.parametrize("decorator", [fsdp_conformance, fsdp_spmd], ids=["fsdp_conformance", "fsdp_spmd"])
+def test_the_decorators_have_their_arguments(decorator: Callable[..., object]) -> None:
+    arguments = ", ".join(f"{name}=" for name in inspect.signature(decorator).parameters)
+    assert f"`@{decorator.__name__}({arguments})`" in PAGE
 
 
 def test_every_framework_has_a_link() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from itertools import groupby
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.plugin.markers import ARGUMENTS
+from pytest_fsdp_meta.plugin.markers import fsdp_conformance
 from pytest_fsdp_meta.plugin.settings import OPTIONS
 from pytest_fsdp_meta.reports.catalogue_page import catalogue_page
 from tests.docs.markdown_help import Page, type_in
@@ -59,7 +60,7 @@ def test_every_option_is_listed(option):
     assert f"`{option.ini}`" in REFERENCE
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("argument", inspect.signature(fsdp_conformance).parameters)
 def test_every_argument_of_the_marker_is_listed(argument):
     assert f"`{argument}`" in REFERENCE
 

@@ -14,9 +14,11 @@ from pytest_fsdp_meta.plugin._pytest_private import (
     expectation,
     fixtures_asking_for,
     parameters,
+    recreate,
     requested_fixtures,
     resolved_fixture,
     rewritten_modules,
+    skipped,
 )
 
 
@@ -46,6 +48,23 @@ def test_fixtures_and_parameters(request: pytest.FixtureRequest, outer: int, n: 
     assert parameters(item) == {"n": [7]}
     # Every item with this parameter has the same object: items with the same node id are compared by identity.
     assert parameters(item)["n"] is n
+
+
+class Own(pytest.Function):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [7])
+def test_an_item_of_another_class_is_the_same_test(request: pytest.FixtureRequest, n: int) -> None:
+    item = recreate(Own, request.node)
+    assert type(item) is Own
+    for name in ("nodeid", "name", "originalname", "obj", "parent", "own_markers", "fixturenames", "callspec"):
+        assert getattr(item, name) == getattr(request.node, name), name
+    assert {"slow", "parametrize", "7"} <= set(item.keywords)
+    skip = skipped("no such machine")
+    assert (type(skip), str(skip)) == (pytest.skip.Exception, "no such machine")
+    assert skip._use_item_location  # type: ignore[attr-defined]
 
 
 class TestMethod:

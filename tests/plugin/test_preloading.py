@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pytest_fsdp_meta.plugin.early_imports import _installed_imports
+from pytest_fsdp_meta.plugin.preloading import _installed_imports
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec
 from tests.conftest import Project
 from tests.world_help import total
@@ -45,7 +45,7 @@ def test_a_world_starts_from_the_server_that_began_early() -> None:
     early = engine._server
     with World(WorldSpec({"dp_shard": 2}), engine) as world:
         assert world.run(total, 1.0) == [1.0, 1.0]
-        assert world.run("tests.plugin.test_early_imports:imported") == [True, True]
+        assert world.run("tests.plugin.test_preloading:imported") == [True, True]
     assert engine._server is early is not None
     engine.close()
 
