@@ -114,7 +114,7 @@ def test_what_was_seen_suffices(repository: Project) -> None:
     [
         ("fails", "RuntimeError: the licence server does not answer"),
         ("hangs", "the loader hung in hangs, loading.py:"),
-        ("ends", "the loader ended with exit code 3"),
+        ("ends", "the loader exited with code 3 before it answered"),
     ],
 )
 def test_a_loader_that_cannot_be_called_leaves_todos(repository: Project, name: str, why: str) -> None:

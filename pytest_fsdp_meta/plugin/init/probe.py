@@ -139,7 +139,6 @@ class Probe:
         self._watch = watch
         self._parts = parameters_of(function)
         self._is_file = False
-        self._file = ""
         self._guessed: Part | None = None
         self._last_error = ""
 
@@ -242,12 +241,11 @@ class Probe:
     def _pass_file(self) -> bool:
         """Pass a file instead of the folder, as the loader opens the folder itself."""
         library, self._is_file = self._watch.opened_folder, True
-        self._file = DEFAULT_FILES[library]
         paths = [part for part in self._all() if part.role == "checkpoint"]
         named = [part for part in paths if part.name.lower().split("_")[-1] in ("file", "weights", "ckpt")]
         for part in named or paths:
             inner = part.expression.removeprefix("str(").removesuffix(")")
-            file = f'{inner} / "{self._file}"'
+            file = f'{inner} / "{DEFAULT_FILES[library]}"'
             part.expression = f"str({file})" if part.expression.startswith("str(") else file
         return bool(paths)
 
