@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin.init.command import WORKFLOW
 from tests.conftest import Project, errors
 from tests.plugin.test_init import MODEL, RULES, ruff
 
@@ -283,7 +282,7 @@ def unseen(path, mesh):
 """
 
 
-SLOW = ("untyped", "dumped", "items", "asked", "shortened", "other_type", "renamed")
+SLOW = ("untyped", "open_end", "dumped", "items", "asked", "shortened", "other_type", "renamed")
 
 
 @pytest.fixture
@@ -340,12 +339,11 @@ def test_defaults_of_a_dataclass_become_small_where_they_are_sizes(repository: P
 
 
 TODOS = {
-    "literal": r"literal \(loading.py:\d+\) builds a model of 6,738,415,616 parameters; let it take smaller sizes",
-    "constant": r"constant \(loading.py:\d+\) builds a model of 6,738,415,616 parameters; let it take smaller sizes",
-    "computed": r"the sizes of the config that computed \(loading.py:\d+\) builds, as a dict; .*\*\*sizes",
-    "own": r"Large has vocab=128256, width=8192; let own take smaller sizes from an argument",
+    "literal": r"literal builds a model of 6,738,415,616 parameters; let it take smaller sizes",
+    "constant": r"constant builds a model of 6,738,415,616 parameters; let it take smaller sizes",
+    "computed": r"a folder with model.safetensors with small weights; tmp_path_factory",
+    "own": r"Large has 2,[\d,]+ parameters; let own take smaller sizes from an argument",
     "own_type": r"return a folder that save_pretrained wrote; tiny_checkpoint does not know the type 'own'",
-    "open_end": r"a value for cfg.dtype, such as 'float32' or torch.float32; open_end \(loading.py:\d+\) reads it",
     "two_meshes": r"what two_meshes gets as tp_mesh; fsdp.mesh has the dimensions of @fsdp_conformance\(mesh=...\)",
 }
 
@@ -358,14 +356,14 @@ def test_an_open_todo_fails_before_the_loader_is_called(repository: Project, nam
     first = found[1][:60]  # it is wrapped
     result = repository.run(f"test_{name}.py")
     assert not {"passed", "failed", "skipped"} & result.parseoutcomes().keys(), result.stdout.str()
-    assert f"Failed: TODO: {first}" in result.stdout.str()
+    assert re.search(rf"Failed: TODO in line \d+: {re.escape(first)}", result.stdout.str())
     assert not list(repository.path.rglob("was-called"))
 
 
 @pytest.mark.parametrize(
-    ("name", "is_written"), [("whole", True), ("on_meta", False), ("on_a_device", False), ("unseen", False)]
+    ("name", "is_written"), [("whole", True), ("on_meta", False), ("on_a_device", True), ("unseen", True)]
 )
-def test_whole_while_loading_needs_a_build_that_was_seen(repository: Project, name: str, is_written: bool) -> None:
+def test_whole_while_loading_is_seen(repository: Project, name: str, is_written: bool) -> None:
     output, text = written(repository, name)
     assert ("whole_while_loading" in text) is is_written
     assert ("it runs as it is, and judges more with:" in output) is ("# Optional: " in text and "todo(" not in text)
@@ -392,7 +390,7 @@ def test_messages_for_a_class_and_its_method_lead_to_a_function(repository: Proj
     assert line.endswith("it is a method of an instance; write a function that makes the Whole and calls load")
 
 
-def test_the_docs_have_the_sizes_and_the_job() -> None:
+def test_the_docs_have_the_sizes() -> None:
     from pytest_fsdp_meta.transformers import tiny_config
 
     page = (ROOT / "docs" / "transformers.md").read_text("utf-8").partition("### The sizes of a tiny checkpoint")[2]
@@ -401,5 +399,3 @@ def test_the_docs_have_the_sizes_and_the_job() -> None:
     assert len(table) == 8
     assert {name: str(config[name]) for name in table} == table
     assert config["rope_parameters"]["rope_theta"] == 10000
-    job = WORKFLOW.format(python="3.11", install="-e . 'pytest-fsdp-meta[transformers]'", file="tests")
-    assert job in (ROOT / "docs" / "nightly.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""``pytest --fsdp-init=MODULE:FUNCTION``: write a test file for a loader, and print what is left and a CI job."""
+"""``pytest --fsdp-init=MODULE:FUNCTION``: call a loader, write a test file for it, and print what is left to do."""
 
 from __future__ import annotations
 
@@ -15,38 +15,22 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.plugin.collection import require_plain_function
-from pytest_fsdp_meta.plugin.init.facts import Facts, find_facts
+from pytest_fsdp_meta.plugin.init.pretrained import describe_class, is_model_class
+from pytest_fsdp_meta.plugin.init.probe import Seen, fallback, parameters_of
 from pytest_fsdp_meta.plugin.init.render import TestFile
 from pytest_fsdp_meta.plugin.named_loader import find_function
 from pytest_fsdp_meta.plugin.option_values import parse_loader
+from pytest_fsdp_meta.plugin.settings import read_settings
 from pytest_fsdp_meta.text import counted, escape_controls
+from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 
 OPTION = "--fsdp-init"
 OPTIONAL = "# Optional: "
 FOLDERS = ("tests", "test")
 """Where the file goes if the ini file names no ``testpaths``: the first that exists, else the current folder."""
-WORKFLOW = """\
-# .github/workflows/loaders.yml
-name: Loaders
-on: pull_request
-permissions:
-  contents: read
-jobs:
-  loaders:
-    runs-on: ubuntu-latest
-    timeout-minutes: 20
-    steps:
-      - uses: actions/checkout@8e8c483db84b4bee98b60c0593521ed34d9990e8  # v6.0.1
-        with:
-          persist-credentials: false
-      - uses: actions/setup-python@e797f83bcb11b83ae66e0230d6156d7c80228e7c  # v6.0.0
-        with:
-          python-version: "{python}"
-      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
-      # not on PyPI yet: until the first release, put the path of a checkout in place of pytest-fsdp-meta
-      - run: pip install {install}
-      - run: python -m pytest {file}
-"""
+CI = "a CI job for pull requests: docs/nightly.md#for-each-pull-request-on-a-cpu"
+MOST_SECONDS = 60.0
+"""The time for all calls of the loader, unless --fsdp-timeout is shorter."""
 
 
 def run(config: pytest.Config) -> int | None:
@@ -81,21 +65,39 @@ def _write(config: pytest.Config, name: str) -> str:
         sys.path.insert(0, os.fspath(here))
     function = find_function(name)[1]
     _require_loader(function, name)
-    facts = find_facts(name, function, here)
-    test = f"test_{re.sub(r'[^0-9a-zA-Z_]', '_', facts.attribute.rpartition('.')[2]).strip('_') or 'loader'}"
+    module, _, attribute = name.partition(":")
+    test = f"test_{re.sub(r'[^0-9a-zA-Z_]', '_', attribute.rpartition('.')[2]).strip('_') or 'loader'}"
     path = _folder(config, here) / f"{test}.py"
     shown = (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
-    file = TestFile(facts, test, lambda module: _is_own(module, here))
+    if path.exists():
+        raise ValueError(f"{shown} exists and is not overwritten; run or rename that file")
+    seen = _observe(config, name, function)
+    file = TestFile(module, attribute, seen, test, lambda module: _is_own(module, here))
     try:
         with path.open("x", encoding="utf-8") as written:
             written.write(file.text)
-    except FileExistsError:
-        raise ValueError(f"{shown} exists and is not overwritten; run or rename that file") from None
     except OSError as error:
         raise ValueError(f"{shown} cannot be written ({error.strerror}); set testpaths to another folder") from None
-    return "\n".join(
-        [*_describe(facts, file, name), "", *_describe_rest(file, shown), "", _workflow(shown, facts, here)]
-    )
+    return "\n".join([*_describe(seen, file, f"{name}{_signature(function)}"), "", *_describe_rest(file, shown), CI])
+
+
+def _observe(config: pytest.Config, name: str, function: Any) -> Seen:
+    """Call the loader in a world of its own; without one, return what its parameters say, and why."""
+    parameters = parameters_of(function)
+    kind = getattr(function, "__self__", None)
+    if name.endswith(".from_pretrained") and is_model_class(kind):
+        return Seen((), transformers=describe_class(kind))
+    timeout = min(MOST_SECONDS, read_settings(config).timeout)
+    spec = WorldSpec({"dp_shard": 2}, timeout=timeout, process_group="loader", simulated=(0,))
+    engine = ForkServerEngine(Sources(tuple(sys.path)))
+    try:
+        with World(spec, engine, label="the loader") as world:
+            seen: Seen = world.run("pytest_fsdp_meta.plugin.init.probe:observe", name)[0]
+            return seen
+    except WorldError as error:
+        return fallback(parameters, error.summary)
+    finally:
+        engine.close()
 
 
 def _require_loader(function: Any, name: str) -> None:
@@ -132,24 +134,33 @@ def _is_own(module: str, here: Path) -> bool:
     return any((folder / top).is_dir() or (folder / f"{top}.py").is_file() for folder in folders)
 
 
-def _describe(facts: Facts, file: TestFile, name: str) -> list[str]:
-    """Return a line for each thing that was found out."""
-    lines = [f"{name}{facts.signature}"]
+def _signature(function: Any) -> str:
+    """Return the signature on one line, without the defaults that cannot be shown."""
+    signature = inspect.signature(function)
+    try:
+        return " ".join(str(signature).split())
+    except Exception:  # what the __repr__ of a default raises
+        parameters = signature.parameters.values()
+        bare = [one if one.default is one.empty else one.replace(default=...) for one in parameters]
+        return str(signature.replace(parameters=bare)).replace("Ellipsis", "...")
+
+
+def _describe(seen: Seen, file: TestFile, first: str) -> list[str]:
+    """Return a line for each thing that was seen."""
     known = [f"{name} gets {value}" for name, value in file.given.items()]
-    lines += [f"  {', '.join(known)}"] if known else []
-    if facts.own_group:
-        lines.append(f'  {facts.own_group} calls init_process_group: process_group="loader"')
-    if facts.backend == "nccl":
-        lines.append(f"  {facts.own_group} names the backend nccl, which needs GPUs: leave it out to run on a CPU, too")
-    if facts.returned:
-        lines.append(f"  it returns ({', '.join(facts.returned)})")
-    if facts.transformers is not None:
+    lines = [first, *([f"  {', '.join(known)}"] if known else [])]
+    if seen.error:
+        lines.append(f"  it could not be called to see more: {seen.error}")
+    if seen.group:
+        lines.append(f'  {seen.group} calls init_process_group: process_group="loader"')
+    if seen.backend == "nccl":
+        lines.append(f"  {seen.group} names the backend nccl, which needs GPUs: leave it out to run on a CPU, too")
+    if seen.returned:
+        lines.append(f"  it returns ({', '.join(seen.returned)})")
+    if seen.transformers is not None:
         lines.append("  it loads a transformers model: the reference and the batches come from the checkpoint")
-    elif facts.model is not None:
-        kind = facts.model.kind.__name__
-        lines.append(f"  it builds {kind}: the reference is an unsharded {kind} on one device")
-    elif not facts.has_source:
-        lines.append("  its source cannot be read, so only its signature is known")
+    elif seen.model is not None:
+        lines.append(f"  it builds {seen.model.name}: the reference is an unsharded {seen.model.name} on one device")
     return lines
 
 
@@ -171,15 +182,3 @@ def _describe_rest(file: TestFile, shown: str) -> list[str]:
         return [f"wrote {shown}; {first}", *lines, f"run it: python -m pytest {shown}"]
     first = f"wrote {shown}; fill in {counted(len(todos), 'TODO')}, as the test fails until then:"
     return [first, *lines, f"then run it: python -m pytest {shown}"]
-
-
-def _workflow(shown: str, facts: Facts, here: Path) -> str:
-    extra = "[transformers]" if facts.transformers is not None else ""
-    project = "-e . " if any((here / name).is_file() for name in ("pyproject.toml", "setup.py")) else ""
-    needs = "-r requirements.txt " if (here / "requirements.txt").is_file() else ""
-    text = WORKFLOW.format(
-        python=f"{sys.version_info[0]}.{sys.version_info[1]}",
-        install=f"{project}{needs}'pytest-fsdp-meta{extra}'",
-        file=shown,
-    )
-    return f"a CI job for pull requests; save it as .github/workflows/loaders.yml:\n\n{text}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from typing import Any
 
 WIDTH = 88
 """Columns of a line, as ruff and black format by default."""
@@ -34,6 +35,15 @@ def todo(start: str, what: str, end: str = "", within: int = 4) -> list[str]:
 def quoted(text: str) -> str:
     """Return the string as ruff writes it: in double quotes, unless that needs more backslashes."""
     return repr(text) if '"' in text else f'"{text}"'
+
+
+def literal(value: Any) -> str:
+    """Return the value as ruff writes it."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{literal(key)}: {literal(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    return quoted(value) if isinstance(value, str) else repr(value)
 
 
 def call(start: str, arguments: list[str], within: int = 4) -> list[str]:
