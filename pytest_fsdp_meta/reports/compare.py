@@ -13,7 +13,6 @@ from pytest_fsdp_meta.reports.schema import (
     JUDGED,
     PASSED,
     CheckRecord,
-    Curves,
     FindingRecord,
     LoaderRecord,
     Report,
@@ -184,14 +183,10 @@ def _by_name(report: Report, repeated: frozenset[str]) -> dict[str, LoaderRecord
 
 def _pair_checks(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
     for name, record in new.items():
-        before = _by_id(old.get(name))
-        now = _by_id(record)
+        now = {check.check: check for check in record.checks}
+        before = {check.check: check for check in old[name].checks} if name in old else {}
         for check in dict.fromkeys((*now, *before)):
             yield Change(name, check, before.get(check), now.get(check))
-
-
-def _by_id(loader: LoaderRecord | None) -> dict[str, CheckRecord]:
-    return {check.check: check for check in loader.checks} if loader is not None else {}
 
 
 def _classify(change: Change) -> str:
@@ -203,7 +198,10 @@ def _classify(change: Change) -> str:
             return "failures"
         if _without_numbers(before) == _without_numbers(now):
             return "known"
-        return "failures" if _is_worse(before, now) else "changed"
+        # A finding on a new tensor is new, and another error may hide new findings.
+        known = {finding.tensor for finding in before.findings}
+        is_worse = now.status == "error" or any(finding.tensor not in known for finding in now.findings)
+        return "failures" if is_worse else "changed"
     if _has_kind(now, PASSED):
         return "fixed" if failed_before or _has_kind(before, ("xfailed",)) else ""
     if _has_kind(now, ("xfailed",)):
@@ -215,15 +213,6 @@ def _classify(change: Change) -> str:
 
 def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
     return check is not None and check.kind in kinds
-
-
-def _is_worse(before: CheckRecord, now: CheckRecord) -> bool:
-    """Return whether a failing check fails on new tensors, or with another error, which may hide new findings."""
-    return now.status == "error" or bool(_tensors(now.findings) - _tensors(before.findings))
-
-
-def _tensors(findings: Iterable[FindingRecord]) -> set[str | None]:
-    return {finding.tensor for finding in findings}
 
 
 def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
@@ -254,13 +243,9 @@ def _drifted_losses(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Ite
 def _largest_distance(loader: LoaderRecord) -> float:
     """Return the largest relative distance of a loss from the reference's; NaN if it is not known."""
     curves = loader.summary.losses if loader.summary is not None else None
-    return max(_distances(curves), default=math.nan) if curves is not None else math.nan
-
-
-def _distances(curves: Curves) -> Iterator[float]:
-    for loss, reference in zip(curves.mean, curves.reference, strict=False):
-        if math.isfinite(loss) and math.isfinite(reference) and reference:
-            yield abs(loss - reference) / abs(reference)
+    pairs = zip(curves.mean, curves.reference, strict=False) if curves is not None else ()
+    known = ((loss, reference) for loss, reference in pairs if math.isfinite(loss) and math.isfinite(reference))
+    return max((abs(loss - reference) / abs(reference) for loss, reference in known if reference), default=math.nan)
 
 
 def _caveats(before: Report, now: Report, in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
