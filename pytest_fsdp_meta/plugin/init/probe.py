@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_fsdp_meta.observers.simulation import limit_memory
+from pytest_fsdp_meta.checks.simulation.observe.load import limit_memory
 from pytest_fsdp_meta.plugin.init.layout import literal
 from pytest_fsdp_meta.plugin.init.pretrained import Transformers, describe_model, is_model_class, plain, unknown_type
 from pytest_fsdp_meta.plugin.init.recording import EMPTY, Attempt, Missing, Number, Part, hints_of, number_for, part_of
