@@ -353,7 +353,7 @@ def test_an_open_todo_fails_before_the_loader_is_called(repository: Project, nam
     output, _ = written(repository, name)
     found = re.search(rf"^  line \d+: ({TODOS[name]})", output, re.MULTILINE)
     assert found, output
-    first = found[1][:60]  # it is wrapped
+    first = found[1][:40]  # it is wrapped
     result = repository.run(f"test_{name}.py")
     assert not {"passed", "failed", "skipped"} & result.parseoutcomes().keys(), result.stdout.str()
     assert re.search(rf"Failed: TODO in line \d+: {re.escape(first)}", result.stdout.str())

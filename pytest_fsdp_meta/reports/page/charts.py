@@ -55,29 +55,12 @@ class LossChart:
         return tuple(step for step, row in enumerate(self.rows, 1) if row.is_off)
 
 
-@dataclass(frozen=True)
-class MemoryChart:
-    """The memory of each rank while loading. There is no plot without timelines."""
-
-    model: int
-    budget: int
-    plot: Plot | None
-
-
 def loss_chart(losses: Curves) -> LossChart:
     """Return the chart of the losses: their difference from the reference's, or the losses without a reference."""
     largest = max([1e-12, *(abs(value) for value in losses.reference if isfinite(value))])
     rows = tuple(_row(losses, step, largest) for step in range(len(losses.mean)))
     plot = _plot_differences(rows) if losses.reference else _plot_losses(losses, rows)
     return LossChart(rows, len(losses.ranks), plot)
-
-
-def memory_chart(summary: Summary) -> MemoryChart | None:
-    """Return the chart of the memory; None if it was not measured."""
-    if not summary.memory:
-        return None
-    plot = _plot_memory(summary) if any(one.timeline for one in summary.memory) else None
-    return MemoryChart(summary.model_bytes, summary.load_budget, plot)
 
 
 def _plot_differences(rows: Sequence[LossRow]) -> Plot:
@@ -106,7 +89,10 @@ def _plot_losses(losses: Curves, rows: Sequence[LossRow]) -> Plot:
     return Plot(step_axis(len(rows)), linear_axis("loss", values, describe_loss), lines, _lost(rows))
 
 
-def _plot_memory(summary: Summary) -> Plot:
+def plot_memory(summary: Summary) -> Plot | None:
+    """Return the plot of the memory of each rank while loading; None without timelines."""
+    if not any(one.timeline for one in summary.memory):
+        return None
     ranks = [
         Line(
             f"rank {rank}", f"hue-{rank % HUES}{' again' if rank >= HUES else ''}", ((0, 0), *one.timeline), rank, True

@@ -22,13 +22,7 @@ from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
-from pytest_fsdp_meta.reports.page.units import (
-    describe_bytes,
-    describe_duration,
-    describe_integer,
-    describe_loss,
-    describe_time,
-)
+from pytest_fsdp_meta.reports.page.units import describe_bytes, describe_duration, describe_loss, describe_time
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
@@ -104,7 +98,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "amount": describe_integer,
+        "amount": "{:,}".format,
         "bytes": describe_bytes,
         "counted": counted,
         "duration": describe_duration,

@@ -36,11 +36,6 @@ def describe_time(text: str) -> str:
         return text
 
 
-def describe_integer(value: float) -> str:
-    """Return a text such as "1,234"."""
-    return f"{value:,}"
-
-
 def describe_loss(value: float) -> str:
     """Return a loss with six digits, or "nan" or "inf"."""
     return f"{value:.6g}" if isfinite(value) else str(value)

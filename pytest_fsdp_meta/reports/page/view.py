@@ -12,10 +12,11 @@ from typing import Any
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.reports.failures import describe_failures, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
-from pytest_fsdp_meta.reports.page.charts import LossChart, MemoryChart, loss_chart, memory_chart
+from pytest_fsdp_meta.reports.page.charts import LossChart, loss_chart, plot_memory
 from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
 from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.plots import Plot
 from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
@@ -211,8 +212,8 @@ class LoaderView:
         return loss_chart(losses) if losses else None
 
     @cached_property
-    def memory(self) -> MemoryChart | None:
-        return memory_chart(self.record.summary) if self.record.summary else None
+    def memory(self) -> Plot | None:
+        return plot_memory(self.record.summary) if self.record.summary else None
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
