@@ -225,10 +225,9 @@ class ObservationRun:
     def _describe_draws(self) -> tuple[RankDraws, ...] | Unavailable:
         if not self.subject.drawn:
             return not_declared("drawn")
-        if self.reference is None:
-            return self.unavailable["reference"]
+        path = None if self.reference is None else self._reference_path
         observe = on_ranks.drawn_weights.observe_draws
-        return tuple(run_on(self.world, observe, self._reference_path, self.subject.drawn, self._unwritten_draws))
+        return tuple(run_on(self.world, observe, path, self.subject.drawn, self._unwritten_draws))
 
     def _verifier_path(self) -> str:
         """Return the path of the verifier's values; record them first where a callable builds the verifier."""

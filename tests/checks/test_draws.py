@@ -86,6 +86,36 @@ def test_equal_parts_are_right_where_the_reference_repeats_itself():
     assert verdict(ID, evidence).status == "passed"
 
 
+def without_reference(evidence: Evidence, *names: str) -> Evidence:
+    for name in names:
+        evidence = redraw(evidence, name, reference=None)
+    return undeclared(replace(evidence, reference=None), "reference", why="Subject(reference=...) is not declared")
+
+
+def test_equal_parts_are_a_finding_without_a_reference_too():
+    found = verdict(ID, without_reference(one_seed(drew(healthy(), MIDDLE)), MIDDLE))
+    assert findings_of(found) == [(MIDDLE, (0, 1), *SAME)]
+    passed = verdict(ID, without_reference(drew(healthy(), MIDDLE), MIDDLE))
+    assert (passed.status, passed.why) == ("skipped", "partly checked")
+    assert (
+        passed.reason
+        == "passed for what could be checked; there is no reference, so only the parts of each tensor were compared"
+    )
+
+
+@pytest.mark.parametrize("dim", ["rows alike", "ep"])
+def test_equal_parts_may_be_meant_where_no_reference_shows_that_they_are_not(dim):
+    evidence = one_seed(drew(healthy(), MIDDLE))
+    if dim == "ep":
+        evidence = one_seed(drew(place(healthy(), MIDDLE, {"ep": 2}, "S(0)", shape=(6, 4)), MIDDLE))
+    else:
+        evidence = redraw(evidence, MIDDLE, own=spread("one draw", distinct=4))
+    found = verdict(ID, without_reference(evidence, MIDDLE))
+    alike = f"{MIDDLE} is alike on ranks 0, 1, which a reference could show to be meant; and 1 more"
+    meant = f"passed for what could be checked; {alike}"
+    assert (found.status, found.why, found.reason) == ("skipped", "partly checked", meant)
+
+
 def copied(evidence: Evidence, name: str, original: str, ranks: Iterable[int] | None = None) -> Evidence:
     """Let a tensor have the numbers of another one on these ranks."""
     chosen = range(len(evidence.inventory)) if ranks is None else ranks

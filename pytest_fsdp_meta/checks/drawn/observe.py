@@ -26,14 +26,14 @@ HEAD = 16
 """The elements that begin a part. torch computes the last 16 of a normal draw from other random numbers."""
 
 
-def observe_draws(path: str, names: Collection[str], unwritten: Collection[str]) -> RankDraws:
+def observe_draws(path: str | None, names: Collection[str], unwritten: Collection[str]) -> RankDraws:
     """Describe this rank's parts of the tensors ``names``, beside the reference's own values in the record ``path``.
 
-    The reference does not write the ``unwritten`` tensors itself.
+    Without a reference, the path is None. The reference does not write the ``unwritten`` tensors itself.
     """
     doing("describing what was drawn")
     rank = current()
-    model, record = loaded_subject(rank).model, Record(path)
+    model, record = loaded_subject(rank).model, None if path is None else Record(path)
     parts = parts_of(model)
     found = []
     for name, _, tensor in named_tensors(model):
@@ -43,7 +43,7 @@ def observe_draws(path: str, names: Collection[str], unwritten: Collection[str])
         if part.local.is_meta or not part.local.numel() or not is_array(part.local):
             continue
         own = local_part(part.local).detach()
-        theirs = _of_reference(part, own, record, name) if name not in unwritten else None
+        theirs = _of_reference(part, own, record, name) if record is not None and name not in unwritten else None
         found.append(DrawnTensor(name, spread_of(own), None if theirs is None else spread_of(theirs)))
     draws: DTensorDraws | None = rank.state.get("draws")
     return RankDraws(tuple(found), by_dtensor=draws is not None and draws.seen)

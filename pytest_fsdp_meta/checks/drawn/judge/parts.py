@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.drawn.judge.fans import (
@@ -16,6 +17,7 @@ from pytest_fsdp_meta.checks.drawn.judge.fans import (
     weight_of,
     wrong_fan,
 )
+from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import splits_experts
 from pytest_fsdp_meta.checks.values.judge.slices import BASIC
 from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -64,8 +66,11 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
     unknown: list[str] = []
     yield from _equal_parts(view, varied, unknown)
     yield from _equal_tensors(varied)
-    missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
-    unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
+    if view.evidence.reference is None:
+        unknown.append("there is no reference, so only the parts of each tensor were compared")
+    else:
+        missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
+        unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
     for one in tested:
         if fan := wrong_fan(one.measured, one.fans, len(tested)):
             yield _wrong_spread(one, fan)
@@ -93,8 +98,11 @@ def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]
     for name, parts in by_name.items():
         for same, uneven in _repeated(parts):
             ranks = tuple(sorted(rank for part in same for rank in part.ranks))
-            if any(_reference_key(part.draw, uneven) is None for part in same):
+            undrawn = any(_reference_key(part.draw, uneven) is None for part in same)
+            if undrawn and view.evidence.reference is not None:
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference does not draw it")
+            elif undrawn and any(_may_be_meant(part) for part in same):
+                unknown.append(f"{name} is alike on {name_ranks(ranks)}, which a reference could show to be meant")
             elif by_dtensor:
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, {BY_DTENSOR}")
             elif not uneven and not excludes_chance(same[0].draw.own, pairs):
@@ -102,6 +110,21 @@ def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]
             else:
                 detail = "compared by their first elements, because the parts differ in size" if uneven else ""
                 yield Finding(name, ranks, "the same numbers in different parts", "other numbers in each part", detail)
+
+
+def _may_be_meant(part: Drawn) -> bool:
+    """Return whether an author may want parts to be equal: copies of one expert, or rows that repeat one another.
+
+    Mamba's A_log has the same row for every channel. A part with more different values than a row has elements does
+    not repeat its rows.
+    """
+    facts = part.facts
+    if "expert" in part.draw.name or (facts.mesh is not None and any(map(splits_experts, facts.mesh.dims))):
+        return True
+    if facts.flat:
+        return part.draw.own.distinct <= prod(facts.shape[1:])
+    cut = [size for size, whole in zip(facts.local_shape, facts.shape, strict=True) if size != whole]
+    return part.draw.own.distinct <= max((prod(facts.local_shape) // size for size in cut), default=0)
 
 
 def _equal_tensors(by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
