@@ -1,45 +1,39 @@
-"""Count how many faults in the code the tests find: ``python -m benchmarks.mutants choose|run|report``.
+"""Count how many faults in the code the tests find: ``python -m benchmarks.mutants run|report --json FILE``.
 
-``choose`` draws 150 mutants with a fixed seed: swapped comparisons, changed constants, negated conditions, deleted
-calls. Each is known by its function and the text of its lines, so that it is found again after code has moved.
-``run`` tests one after another in a copy of the repository, most related tests first, and continues where it stopped.
+mutants.json has 150 mutants that were drawn once, with a fixed seed, from the code of version 0.3 before its redesign:
+swapped comparisons, changed constants, negated conditions, deleted calls. Each is known by its function and the text of
+its lines, so that it is found again after code has moved; one whose code has gone is reported as gone. ``run`` tests
+one after another in a copy of the repository, most related tests first, and continues where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, COPY = "pytest_fsdp_meta", ROOT / "build" / "mutants"
-SEED = 40
-WANTED = {"catalogue": 60, "observers": 35, "trial": 15, "worlds": 40}
-"""Room -> number of mutants."""
+CHOSEN = Path(__file__).with_suffix(".json")
 STAGES: Mapping[str, Sequence[str]] = {
-    "catalogue": ("tests/checks", "conformance/test_defects.py", "tests/trial", "tests/reports tests/plugin"),
+    "judges": ("tests/checks", "conformance/test_defects.py", "tests/trial", "tests/reports tests/plugin"),
     "observers": ("tests/ranks", "conformance/test_defects.py", "tests/trial", "conformance"),
     "trial": ("tests/trial", "conformance/test_defects.py", "conformance tests/plugin"),
     "worlds": ("tests/worlds", "tests/plugin", "tests/trial"),
 }
 """Room -> the tests to run, one after another, until one fails."""
+GONE = "gone"
 LIMIT = 900
 """Seconds for a stage; a mutant that takes longer is found as one that hangs."""
-SWAPPED = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
-    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,76 +48,6 @@ class Mutant:
     killed_by: str = ""
     """The first test that failed; empty if all passed, or the mutant has not run."""
     seconds: float = 0.0
-
-
-def choose() -> list[Mutant]:
-    """Return the same mutants for the same code."""
-    drawn = random.Random(SEED)
-    found: list[Mutant] = []
-    for room, count in WANTED.items():
-        candidates = [one for path in _files(room) for one in _candidates(room, path)]
-        found += drawn.sample(candidates, count)
-    return found
-
-
-def _files(room: str) -> list[Path]:
-    """Return the files of a room without what only make ray tests."""
-    return [path for path in sorted((ROOT / PACKAGE / room).rglob("*.py")) if "ray" not in path.parts]
-
-
-def _candidates(room: str, path: Path) -> Iterator[Mutant]:
-    text = path.read_text("utf-8")
-    lines = text.splitlines(keepends=True)
-    for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
-        body = "".join(lines[function.lineno - 1 : function.end_lineno])
-        for start, end, new in _changes(function.body, text):
-            first = text.rfind("\n", 0, start) + 1
-            last = text.find("\n", end)
-            before, after = text[first:last], text[first:start] + new + text[end:last]
-            if body.count(before) == 1:
-                yield Mutant(room, str(path.relative_to(ROOT)), function.name, before, after)
-
-
-def _changes(statements: Sequence[ast.stmt], text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, replacement) of each change."""
-    for node in (inner for statement in statements for inner in ast.walk(statement)):
-        if change := _change(node, text):
-            yield change
-
-
-def _change(node: ast.AST, text: str) -> tuple[int, int, str] | None:
-    """Return the change of a node, or None for one that is not mutated."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
-        between = _end(node.left, text), _start(node.comparators[0], text)
-        closing = re.match(r"[\s)]*", text[between[0] :])
-        assert closing is not None
-        opening = text[: between[1]].rstrip("( \n")
-        start, end = between[0] + closing.end(), len(opening)
-        return start, end, SWAPPED[type(node.ops[0])]
-    if isinstance(node, ast.If | ast.IfExp):
-        source = text[_start(node.test, text) : _end(node.test, text)]
-        return _start(node.test, text), _end(node.test, text), f"not ({source})"
-    if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
-        changed = not node.value if isinstance(node.value, bool) else node.value + 1
-        return _start(node, text), _end(node, text), repr(changed)
-    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        return _start(node, text), _end(node, text), "pass"
-    return None
-
-
-def _start(node: ast.expr | ast.stmt, text: str) -> int:
-    return _offset(text, node.lineno, node.col_offset)
-
-
-def _end(node: ast.expr | ast.stmt, text: str) -> int:
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    return _offset(text, node.end_lineno, node.end_col_offset)
-
-
-def _offset(text: str, line: int, column: int) -> int:
-    lines = text.splitlines(keepends=True)
-    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
 
 
 def apply(mutant: Mutant, root: Path) -> Path:
@@ -144,7 +68,10 @@ def apply(mutant: Mutant, root: Path) -> Path:
 def run(mutant: Mutant, workers: int) -> Mutant:
     """Return the mutant with the first test that finds it."""
     began = time.monotonic()
-    changed = apply(mutant, COPY)
+    try:
+        changed = apply(mutant, COPY)
+    except LookupError:
+        return replace(mutant, killed_by=GONE)
     stem = Path(mutant.file).stem
     try:
         for stage in STAGES[mutant.room]:
@@ -184,28 +111,27 @@ def _copy() -> None:
 def report(mutants: Sequence[Mutant]) -> str:
     """Return a table of how many were found in each room, and those that were not."""
     ran = [one for one in mutants if one.seconds]
+    gone = sum(one.killed_by == GONE for one in mutants)
     all_, found = Counter(one.room for one in ran), Counter(one.room for one in ran if one.killed_by)
     lines = ["| room | mutants | found |", "|---|---|---|"]
     lines += [f"| {room} | {all_[room]} | {found[room]} |" for room in all_]
-    lines += ["", f"{found.total()} of {all_.total()} found. Not found:", ""]
+    lines += ["", f"{found.total()} of {all_.total()} found, and the code of {gone} has gone. Not found:", ""]
     lines += [f"* {one.file}, {one.function}: `{one.after.strip()}`" for one in ran if not one.killed_by]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
-    parser.add_argument("action", choices=("choose", "run", "report"))
-    parser.add_argument("--json", type=Path, required=True, help="the file of the mutants and what was found")
+    parser.add_argument("action", choices=("run", "report"))
+    parser.add_argument("--json", type=Path, required=True, help="the file of what was found; it need not exist")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.action == "choose":
-        mutants = choose()
-    else:
-        mutants = [Mutant(**one) for one in json.loads(arguments.json.read_text())]
+    begun = arguments.json if arguments.json.exists() else CHOSEN
+    mutants = [Mutant(**one) for one in json.loads(begun.read_text("utf-8"))]
     if arguments.action == "run":
         _copy()
         for index, one in enumerate(mutants):
-            if not one.seconds:
+            if not (one.seconds or one.killed_by):
                 mutants[index] = run(one, arguments.workers)
                 print(
                     f"{index + 1}: {mutants[index].killed_by or 'not found'} ({mutants[index].seconds:.0f} s)",
