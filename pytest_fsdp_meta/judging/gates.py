@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import Evidence, RankTraining
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
-from pytest_fsdp_meta.judging.findings import Explanation
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.limits import loss_limits, noise_lost
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
@@ -104,6 +104,32 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
     in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
     if in_training and not first_forward:
         raise Blocked(f"{message}, {view.attribute_to(in_training)}")
+
+
+def unless_explained(
+    view: View,
+    runs: Sequence[RankTraining],
+    found: Sequence[Finding],
+    what: str,
+    compared: Iterable[Comparison],
+    tolerance: Mapping[str, float],
+) -> Sequence[Finding]:
+    """Return what a parity check has ``found``, or raise if something else explains it.
+
+    If it found nothing, raise if that proves nothing: there are no gradients, or nobody knows whether the differences
+    of what it ``compared`` are noise. ``what`` says what differs, such as "the gradients differ".
+    """
+    if found:
+        require_same_forward(view, runs)
+        require_no_other_cause(view, describe_difference(what, found))
+    else:
+        require_gradients(view)
+        require_noise(view, tolerance, (comparison.relative for comparison in compared))
+    return found
+
+
+def describe_difference(what: str, found: Sequence[Finding]) -> str:
+    return f"{what} ({found[0].tensor}: {found[0].actual})"
 
 
 def first_not_finite(runs: Iterable[RankTraining | RankResumed]) -> Sequence[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
@@ -196,12 +196,6 @@ def noise_lost(view: View, by_dtype: Mapping[str, float], differences: Iterable[
     if not problem or _declared(view, view.check_id) or largest <= _smallest(view, by_dtype):
         return ""
     return f"measuring the reference's noise failed ({problem}), so a difference of {largest:.2g} may be an error"
-
-
-def relative_errors(comparisons: Iterable[Comparison]) -> Iterator[float]:
-    for comparison in comparisons:
-        if measure := comparison.measure:
-            yield measure.apart / measure.truth if measure.truth else (math.inf if measure.apart else 0.0)
 
 
 def _declared(view: View, check_id: str) -> bool:

@@ -89,9 +89,9 @@ def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory
         return True
     gradient, update = smallest(GRADIENT_TOLERANCE, dtypes), smallest(UPDATE_TOLERANCE, dtypes)
     return (
-        any(_farther(c, gradient) for run in runs for c in _gradients(run))
-        or any(_farther(c, update) for run in runs for c in _updates(run))
-        or any(_farther(c, update if _rounds(c) else 0.0) for run in runs for c in _buffers(run))
+        any(c.relative > gradient for run in runs for c in _gradients(run))
+        or any(c.relative > update for run in runs for c in _updates(run))
+        or any(c.relative > (update if _rounds(c) else 0.0) for run in runs for c in _buffers(run))
     )
 
 
@@ -122,8 +122,3 @@ def _buffers(run: RankTraining) -> Iterator[Comparison]:
 def _rounds(comparison: Comparison) -> bool:
     """Return whether the tensor has floating-point elements; integers have to be equal."""
     return comparison.measure is not None and comparison.measure.grain > 0
-
-
-def _farther(comparison: Comparison, allowed: float) -> bool:
-    measure = comparison.measure
-    return measure is not None and not measure.apart <= allowed * measure.truth

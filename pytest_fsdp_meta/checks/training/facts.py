@@ -85,6 +85,14 @@ class Comparison:
     varied: bool = False
     """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
 
+    @property
+    def relative(self) -> float:
+        """The distance, relative to the norm of the reference's slice; 0 without a measure, infinite for NaN."""
+        if self.measure is None or self.measure.apart == 0:
+            return 0.0
+        known = self.measure.truth and math.isfinite(self.measure.apart)
+        return self.measure.apart / self.measure.truth if known else math.inf
+
 
 @dataclass(frozen=True)
 class Accumulation:

@@ -13,13 +13,11 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_difference,
     describe_loaded_state,
-    require_gradients,
-    require_no_other_cause,
-    require_noise,
-    require_same_forward,
+    unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, gradient_limits, relative_errors
+from pytest_fsdp_meta.judging.limits import Limits, gradient_limits
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
@@ -66,17 +64,14 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
             f"every forward changes {changing}, and accumulation takes more forwards than the reference for the same "
             "rows"
         )
-    if found:
-        require_same_forward(view, runs)
-        message = f"accumulated gradients differ ({found[0].tensor}: {found[0].actual})"
-        require_no_other_cause(view, message)
-        if loaded := describe_loaded_state(view):  # the gradients are those of weights that have trained
-            yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
-            raise PartlyJudged(f"{message}: {loaded}")
-        yield from found
-    elif not any(early.values()):
-        require_gradients(view)
-        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for one in recorded for c in one.gradients))
+    if any(early.values()) and not found:
+        return
+    what, compared = "accumulated gradients differ", (c for one in recorded for c in one.gradients)
+    unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE)
+    if found and (loaded := describe_loaded_state(view)):  # the gradients are those of weights that have trained
+        yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
+        raise PartlyJudged(f"{describe_difference(what, found)}: {loaded}")
+    yield from found
 
 
 def _changed_by_forward(view: View) -> Iterator[str]:

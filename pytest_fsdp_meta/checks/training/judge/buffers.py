@@ -18,7 +18,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_noise,
     require_same_forward,
 )
-from pytest_fsdp_meta.judging.limits import relative_errors, update_limits
+from pytest_fsdp_meta.judging.limits import update_limits
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
@@ -69,7 +69,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     else:
         # Integers are equal here, and have no rounding that the noise would have to explain.
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
-        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for c in compared if c.measure and c.measure.grain))
+        require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:

@@ -21,8 +21,9 @@ from pytest_fsdp_meta.judging.gates import (
     require_no_other_cause,
     require_noise,
     require_same_forward,
+    unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, gradient_limits, norm_limit, relative_errors
+from pytest_fsdp_meta.judging.limits import Limits, gradient_limits, norm_limit
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
@@ -162,12 +163,7 @@ def grad_clip_parity(view: View) -> Iterable[Finding]:
     yield from _changed_above_the_norm(view, clipped, names)
     excused = excused_gradients(view, runs)
     found, compared = _wrongly_clipped(view, clipped, [name for name in names if name not in excused])
-    if found:
-        require_same_forward(view, runs)
-        require_no_other_cause(view, f"the clipped gradients differ ({found[0].tensor}: {found[0].actual})")
-        yield from found
-    else:
-        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for _, c in compared))
+    yield from unless_explained(view, runs, found, "the clipped gradients differ", compared, GRADIENT_TOLERANCE)
 
 
 def _changed_above_the_norm(view: View, clipped: Sequence[Clipping], names: Sequence[str]) -> Iterator[Finding]:
@@ -194,7 +190,9 @@ _CHANGED: dict[bool, Explanation] = {
 """Explanation for gradients that a bound above the norm changes, by whether they become larger."""
 
 
-def _wrongly_clipped(view: View, clipped: Sequence[Clipping], names: Sequence[str]) -> tuple[list[Finding], Cases]:
+def _wrongly_clipped(
+    view: View, clipped: Sequence[Clipping], names: Sequence[str]
+) -> tuple[list[Finding], list[Comparison]]:
     """Return the gradients that are neither half of the reference's nor what the same function leaves there.
 
     Return the comparisons as well that say so.
@@ -205,12 +203,12 @@ def _wrongly_clipped(view: View, clipped: Sequence[Clipping], names: Sequence[st
     found = _differing(view, gradients, halved, HALF)
     own = reference.own_clipping
     if not found or own is None or own.bound is None:
-        return found, [case for cases in gradients.values() for case in cases]
+        return found, [c for cases in gradients.values() for _, c in cases]
     of_norm = (EPSILON + norm_limit(view, own.norm, own=True)) / own.norm
     gradients = view.comparisons(tuple(one.own for one in clipped), names)
     limits = replace(limits, relative=limits.relative + of_norm)
     found = _differing(view, gradients, limits, "as the same function leaves it on one device")
-    return found, [case for cases in gradients.values() for case in cases]
+    return found, [c for cases in gradients.values() for _, c in cases]
 
 
 def _differing(view: View, gradients: Mapping[str, Cases], limits: Limits, should_be: str) -> list[Finding]:

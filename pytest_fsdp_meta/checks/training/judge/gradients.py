@@ -17,17 +17,13 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     describe_other_precision,
     explain_uneven_backwards,
-    require_gradients,
-    require_no_other_cause,
-    require_noise,
-    require_same_forward,
+    unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
     Limits,
     describe_length,
     gradient_limits,
     gradients_beyond_rounding,
-    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
@@ -66,19 +62,18 @@ def grad_parity(view: View) -> Iterable[Finding]:
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
     found = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
-    if found:
-        require_same_forward(view, runs)
-        first = found[0]
-        require_no_other_cause(view, f"the gradients differ ({first.tensor}: {first.actual})")
+    if unreduced and not found:
+        return
+    if not found:
+        yield from _scaled_before_clipping(view, runs)
+    compared = (c for run in runs for c in run.gradients)
+    if unless_explained(view, runs, found, "the gradients differ", compared, GRADIENT_TOLERANCE):
         departing = {finding.tensor for finding in found if finding.tensor}
         agreeing = describe_first_departure(view, runs, departing)
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
         explained = _TIED_OVER_STAGES if departing and departing <= view.tied_over_stages else {}
         yield from (replace(finding, origin=origin, step=0, **explained) for finding in found)
-    elif not unreduced:
-        require_gradients(view)
-        yield from _scaled_before_clipping(view, runs)
-        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for run in runs for c in run.gradients))
+    else:
         bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
         by_author = "clip_grad_norm" in view.evidence.subject.declared  # perhaps by another norm
         if bound is not None and norm is not None and norm < 0.99 * bound and not by_author:
@@ -263,7 +258,7 @@ def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
     explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
     if _tied_only_here(view, name):
         explanation = _TIED
-    elif max(_relative_error(comparison) for _, comparison in cases) < SLIGHT:
+    elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
     return {"cause": explanation["cause"] + describe_other_precision(view), "remedy": explanation["remedy"]}
 
@@ -278,19 +273,12 @@ def describe_error(limits: Limits, cases: Cases) -> str:
     """Describe the error of the rank whose gradient is farthest off, or its length if only lengths are."""
     if limits.only_scaled(cases):
         return describe_length(cases)
-    rank, worst = max(cases, key=lambda case: _relative_error(case[1]))
+    rank, worst = max(cases, key=lambda case: case[1].relative)
     place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
-    off = f"relative error {_relative_error(worst):.2g}; " if math.isfinite(_relative_error(worst)) else ""
+    off = f"relative error {worst.relative:.2g}; " if math.isfinite(worst.relative) else ""
     if worst.actual is None or worst.expected is None:  # gradients that are NaN on both sides have no other element
         return off.rstrip("; ") or f"not finite on rank {rank}"
     return f"{off}{worst.actual:.6g}{place} on rank {rank}, but should be {worst.expected:.6g}"
-
-
-def _relative_error(comparison: Comparison) -> float:
-    measure = comparison.measure
-    if measure is None or not math.isfinite(measure.apart) or not measure.truth:
-        return math.inf
-    return measure.apart / measure.truth
 
 
 _MISSING: Explanation = {

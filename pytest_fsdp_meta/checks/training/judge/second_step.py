@@ -16,16 +16,14 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     describe_loaded_state,
     explain_uneven_backwards,
-    require_gradients,
     require_no_other_cause,
-    require_noise,
     require_same_forward,
+    unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
     Limits,
     gradient_limits,
     gradients_beyond_rounding,
-    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.judging.registry import check
@@ -60,16 +58,10 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
         raise NotJudged(f"{message} (see update_parity)")
-    found = list(_wrong_second_gradients(view, runs))
-    if found:
-        require_same_forward(view, runs)
-        first = found[0]
-        require_no_other_cause(view, f"the gradients of the second step differ ({first.tensor}: {first.actual})")
-        origin = describe_origin(view.evidence.traces, step=1)
-        yield from (replace(finding, origin=origin, step=1) for finding in found)
-    else:
-        require_gradients(view)
-        require_noise(view, GRADIENT_TOLERANCE, relative_errors(c for second in seconds for c in second.gradients))
+    found, compared = list(_wrong_second_gradients(view, runs)), (c for second in seconds for c in second.gradients)
+    unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
+    origin = describe_origin(view.evidence.traces, step=1)
+    yield from (replace(finding, origin=origin, step=1) for finding in found)
 
 
 def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:

@@ -7,26 +7,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining
+from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_difference,
     describe_loaded_state,
     explain_hooks_left_out,
     global_losses,
-    require_gradients,
-    require_no_other_cause,
-    require_noise,
-    require_same_forward,
+    unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
     Limits,
     describe_length,
     gradients_beyond_rounding,
     loss_limits,
-    relative_errors,
     update_limits,
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
@@ -56,17 +53,13 @@ SAME_UPDATE = 0.02
 )
 def update_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    found = list(_wrong_updates(view, runs))
+    found, what = list(_wrong_updates(view, runs)), "the updates differ"
+    unless_explained(view, runs, found, what, (c for run in runs for c in run.parameters), UPDATE_TOLERANCE)
+    if found and (loaded := describe_loaded_state(view)):
+        raise NotJudged(f"{describe_difference(what, found)}: {loaded}")
     if found:
-        require_same_forward(view, runs)
-        require_no_other_cause(view, f"the updates differ ({found[0].tensor}: {found[0].actual})")
-        if loaded := describe_loaded_state(view):
-            raise NotJudged(f"the updates differ ({found[0].tensor}: {found[0].actual}): {loaded}")
         _require_same_last_forward(view, runs)
-        yield from found
-    else:
-        require_gradients(view)
-        require_noise(view, UPDATE_TOLERANCE, relative_errors(c for run in runs for c in run.parameters))
+    yield from found
 
 
 def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
@@ -94,9 +87,9 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
     limits = _limits_after_steps(view, updates)
     exceeding = {name: [(rank, c) for rank, c in cases if limits.exceeded(rank, c)] for name, cases in updates.items()}
     off = {name: cases for name, cases in exceeding.items() if cases}
-    worst = max((_relative_error(c) for cases in off.values() for _, c in cases), default=0.0)
+    worst = max((c.relative for cases in off.values() for _, c in cases), default=0.0)
     least = min(worst, 1.0) / 2
-    farthest = {name: [(rank, c) for rank, c in cases if _relative_error(c) >= least] for name, cases in off.items()}
+    farthest = {name: [(rank, c) for rank, c in cases if c.relative >= least] for name, cases in off.items()}
     measured = [c.measure for cases in farthest.values() for _, c in cases if c.measure is not None]
     labels = alike(
         {_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(limits.relative, SAME_UPDATE)
@@ -126,7 +119,7 @@ def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
 def _describe_error(limits: Limits, cases: Cases) -> str:
     if limits.only_scaled(cases):
         return describe_length(cases)
-    return f"relative error {max(_relative_error(c) for _, c in cases):.2g}"
+    return f"relative error {max(c.relative for _, c in cases):.2g}"
 
 
 def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
@@ -192,10 +185,3 @@ def _update_factor(measure: Measure) -> float:
     if not math.isfinite(measure.apart) or measure.residual > MOST_PERPENDICULAR:
         return 0.0
     return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0
-
-
-def _relative_error(comparison: Comparison) -> float:
-    """Return the error of an update, relative to the length of the reference's update."""
-    measure = comparison.measure
-    assert measure is not None
-    return measure.apart / measure.truth if measure.truth and math.isfinite(measure.apart) else math.inf
