@@ -181,21 +181,22 @@ def format_losses(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6f}" for loss in losses)
 
 
-def describe_other_precision(view: View) -> str:
-    """Return an addition to a cause if the loader computes in another dtype than the reference, else "".
+def add_precision(view: View, explanation: Explanation, more: str = "") -> Explanation:
+    """Add to a cause that the loader computes in another dtype than the reference, if it does.
 
-    It also says why the noise of the reference is unknown, if it could not be measured.
+    Add as well why the noise of the reference is unknown, if it could not be measured; and ``more`` before both.
     """
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
-    unknown = f"; the noise of the reference could not be measured ({problem})" if problem else ""
-    first = view.evidence.inventory[0]
+    computed = view.evidence.inventory[0].computes_in
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
-    if not own or not set(first.computes_in) - own:
-        return unknown
-    return (
-        f"; the loader computes in {' and '.join(first.computes_in)} (mixed-precision policy), the reference in "
-        f"{' and '.join(sorted(own))}{unknown}"
-    )
+    if own and set(computed) - own:
+        more += (
+            f"; the loader computes in {' and '.join(computed)} (mixed-precision policy), the reference in "
+            f"{' and '.join(sorted(own))}"
+        )
+    if problem:
+        more += f"; the noise of the reference could not be measured ({problem})"
+    return {"cause": explanation["cause"] + more, "remedy": explanation["remedy"]}
 
 
 def explain_hooks_left_out(view: View) -> Explanation:

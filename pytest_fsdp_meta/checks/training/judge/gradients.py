@@ -14,8 +14,8 @@ from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
+    add_precision,
     comparable_training,
-    describe_other_precision,
     explain_uneven_backwards,
     unless_explained,
 )
@@ -260,7 +260,7 @@ def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
-    return {"cause": explanation["cause"] + describe_other_precision(view), "remedy": explanation["remedy"]}
+    return add_precision(view, explanation)
 
 
 def _tied_only_here(view: View, name: str) -> bool:

@@ -13,9 +13,9 @@ from pytest_fsdp_meta.judging.coordinates import sequence_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
+    add_precision,
     comparable_training,
     describe_loaded_state,
-    describe_other_precision,
     explain_hooks_left_out,
     explain_uneven_backwards,
     format_losses,
@@ -25,11 +25,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_noise,
     slice_losses,
 )
-from pytest_fsdp_meta.judging.limits import (
-    LossLimits,
-    loss_limits,
-    relative_distance,
-)
+from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
@@ -151,47 +147,57 @@ _NOT_GLOBAL: Explanation = {
 
 
 def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
-    averaged = view.evidence.subject.loss_over_ranks == "mean"
-    if first == 0 and averaged and _weighting_by_labels_explains(view, runs, allowed):
-        return {
-            "cause": "each rank averages over its own labels, and the ranks have different numbers of labels (-100 "
-            "does not count): weighted by these numbers, the ranks' losses give the reference's loss",
-            "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by "
-            "the number of data-parallel ranks, because gradients are averaged over them",
-        }
-    if first == 0 and (explanation := _explain_multiple(view, runs, allowed)):
-        return explanation
-    if first == 0 and (drawing := list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))):
-        return {
-            "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
-            "from the reference's by chance: a dropout does not know the mode",
-            "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
-            "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
-        }
-    if uneven := explain_uneven_backwards(view, first):
-        return uneven
-    if first == 0 and "train_step" in view.evidence.subject.declared:
-        return {
-            "cause": "the first loss of train_step differs although the weights are equal: it is divided by another "
-            "number than the reference's, such as the tokens of one micro-batch or of one rank, or the forward differs"
-            + describe_other_precision(view),
-            "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that "
-            "is right, compare the modules' settings with the reference's",
-        }
-    if first == 0:
-        return {
-            "cause": "the first forward already differs although the weights are equal: the ranks' losses are not "
-            "averaged correctly, or a module is missing, replaced, random or configured differently (attention, "
-            "scale, activation, precision)" + _tensor_parallel_causes(view) + describe_other_precision(view),
-            "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; "
-            "if the loader uses another precision on purpose, set tolerance=...",
-        }
-    return explain_hooks_left_out(view) or {
-        "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
-        "steps, such as a buffer or a cache that the forward updates on each rank separately"
-        + describe_other_precision(view),
-        "remedy": "compare the state that the forward keeps between steps with the reference's",
+    """Return the first explanation that applies to losses that differ from step ``first`` on."""
+    uneven = explain_uneven_backwards(view, first)
+    if first > 0:
+        return uneven or explain_hooks_left_out(view) or add_precision(view, _STATE_BETWEEN_STEPS)
+    if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
+        return _OWN_LABELS
+    by_step = "train_step" in view.evidence.subject.declared
+    return (
+        _explain_multiple(view, runs, allowed)
+        or _explain_draws(runs)
+        or uneven
+        or add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, "" if by_step else _split_causes(view))
+    )
+
+
+def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
+    drawing = list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))
+    if not drawing:
+        return {}
+    return {
+        "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
+        "from the reference's by chance: a dropout does not know the mode",
+        "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
+        "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
     }
+
+
+_OWN_LABELS: Explanation = {
+    "cause": "each rank averages over its own labels, and the ranks have different numbers of labels (-100 does not "
+    "count): weighted by these numbers, the ranks' losses give the reference's loss",
+    "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by the "
+    "number of data-parallel ranks, because gradients are averaged over them",
+}
+_OTHER_DIVISOR: Explanation = {
+    "cause": "the first loss of train_step differs although the weights are equal: it is divided by another number "
+    "than the reference's, such as the tokens of one micro-batch or of one rank, or the forward differs",
+    "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that is "
+    "right, compare the modules' settings with the reference's",
+}
+_OTHER_FORWARD: Explanation = {
+    "cause": "the first forward already differs although the weights are equal: the ranks' losses are not averaged "
+    "correctly, or a module is missing, replaced, random or configured differently (attention, scale, activation, "
+    "precision)",
+    "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the "
+    "loader uses another precision on purpose, set tolerance=...",
+}
+_STATE_BETWEEN_STEPS: Explanation = {
+    "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
+    "steps, such as a buffer or a cache that the forward updates on each rank separately",
+    "remedy": "compare the state that the forward keeps between steps with the reference's",
+}
 
 
 def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) -> Explanation:
@@ -264,7 +270,7 @@ def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
     return (summed if counts_ranks else "") + "each rank sums over its rows while the reference takes the mean"
 
 
-def _tensor_parallel_causes(view: View) -> str:
+def _split_causes(view: View) -> str:
     """Return more possible causes if a mesh dimension splits the model, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
     sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
