@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
+from pytest_fsdp_meta.checks.training.facts import BUFFERS, GRADIENTS, UNKNOWN_DTYPE
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.judging.causes import Cases
@@ -121,27 +121,15 @@ def describe_length(cases: Cases) -> str:
     return f"{factor:.4g} times as long on rank {rank}"
 
 
-def gradient_limits(view: View, field: str = "gradients") -> Limits:
-    """Return the limits of the gradients in this ``field`` of the noise: "gradients", "second" or "accumulated"."""
-    found = _limits(view, view.check_id, GRADIENT_TOLERANCE, field)
-    return found if found.noise is not None else replace(found, typical=typical_gradient(view))
-
-
-def update_limits(view: View, field: str = "updates") -> Limits:
-    """Return the limits of the updates in this ``field`` of the noise: "updates" or "first_updates"."""
-    return _limits(view, "update_parity", UPDATE_TOLERANCE, field)
-
-
-def buffer_limits(view: View, field: str = "buffers") -> Limits:
-    """Return the limits of buffers in this ``field`` of the noise: "first_buffers" or "buffers"."""
-    return _limits(view, "buffers_follow_training", UPDATE_TOLERANCE, field)
-
-
-def _limits(view: View, check_id: str, by_dtype: Mapping[str, float], field: str) -> Limits:
+def limits_of(view: View, snapshot: str) -> Limits:
+    """Return the limits of a snapshot, which is named as its field of the noise."""
+    gradients = snapshot in GRADIENTS
+    by_dtype = GRADIENT_TOLERANCE if gradients else UPDATE_TOLERANCE
+    check_id = view.check_id if gradients else "buffers_follow_training" if snapshot in BUFFERS else "update_parity"
     noise = _noise(view, check_id)
-    if noise is None:
-        return Limits(tolerance(view, by_dtype, check_id))
-    return Limits(_smallest(view, by_dtype), tuple(getattr(own, field) for own in noise))
+    if noise is not None:
+        return Limits(_smallest(view, by_dtype), tuple(getattr(own, snapshot) for own in noise))
+    return Limits(tolerance(view, by_dtype, check_id), typical=typical_gradient(view) if gradients else 0.0)
 
 
 @dataclass(frozen=True)

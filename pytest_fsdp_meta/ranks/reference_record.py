@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORDS = (
-    *("values", "gradients", "clipped", "first_updated", "second_gradients", "late", "updated", "accumulated"),
+    *("values", "gradients", "clipped", "first_updates", "second", "late", "updates", "accumulated"),
     *("first_buffers", "buffers", "beside", "updated_beside"),
 )
 """Records of the reference, in this order: its weights; the gradients of the first step; the same gradients as the
@@ -29,8 +29,6 @@ author's function has clipped them; the weights after the first step; the gradie
 before the last step; the weights after it; the mean gradients of micro-batches; the buffers that the first step has
 changed; those that have changed by the end; what the author keeps beside the model, before training; the same after it.
 """
-STEP_GRADIENTS = ("gradients", "second_gradients")
-"""The records of the gradients of the first steps, in order."""
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
 """Keys in the metadata of a record: names that are another name's tensor, and dtypes of tensors stored as bytes."""

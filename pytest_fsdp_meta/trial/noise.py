@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from pytest_fsdp_meta.checks.training.facts import BUFFERS, GRADIENTS
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.evidence import Comparison, Noise, RankInventory, RankTraining, ReferenceFacts
 from pytest_fsdp_meta.trial import on_ranks
@@ -88,35 +89,15 @@ def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory
     if not all(abs(mean - loss) <= allowed for mean, loss in zip(means, losses, strict=False)):
         return True
     gradient, update = smallest(GRADIENT_TOLERANCE, dtypes), smallest(UPDATE_TOLERANCE, dtypes)
-    return (
-        any(c.relative > gradient for run in runs for c in _gradients(run))
-        or any(c.relative > update for run in runs for c in _updates(run))
-        or any(c.relative > (update if _rounds(c) else 0.0) for run in runs for c in _buffers(run))
-    )
+    for name, found in (pair for run in runs for pair in (*run.compared.items(), ("beside", run.beside))):
+        allowed = gradient if name in GRADIENTS else update
+        if any(c.relative > (0.0 if name in BUFFERS and not _rounds(c) else allowed) for c in found):
+            return True
+    return False
 
 
 def _trained_dtypes(inventory: RankInventory) -> frozenset[str]:
     return frozenset(t.dtype for t in inventory.tensors if t.kind == "parameter" and t.requires_grad)
-
-
-def _gradients(run: RankTraining) -> Iterator[Comparison]:
-    yield from run.gradients
-    if run.second is not None:
-        yield from run.second.gradients
-    if run.accumulation is not None:
-        yield from run.accumulation.gradients
-
-
-def _updates(run: RankTraining) -> Iterator[Comparison]:
-    yield from run.parameters
-    yield from run.beside
-    if run.second is not None:
-        yield from run.second.parameters
-
-
-def _buffers(run: RankTraining) -> Iterator[Comparison]:
-    yield from run.buffers.first
-    yield from run.buffers.last
 
 
 def _rounds(comparison: Comparison) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
 
-FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
-"""The reference's buffers after the first and after the last step, as records and noise are named."""
+GRADIENTS = ("gradients", "second", "accumulated")
+BUFFERS = FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
+"""Snapshots of gradients, and of buffers after the first and the last step; the others are of parameters."""
 UNKNOWN_DTYPE = "unknown"
 """The dtype of a loss that a step of the author's returned as a number."""
 
@@ -278,3 +279,17 @@ class RankTraining:
     """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
     buffers: TrainedBuffers = TrainedBuffers()
     memory: StepMemory = field(default=StepMemory(0))
+
+    @property
+    def compared(self) -> dict[str, tuple[Comparison, ...]]:
+        """The comparisons by the names of the snapshots, which the fields of ``Noise`` have as well."""
+        second, accumulated = self.second or SecondStep(), self.accumulation or Accumulation()
+        return {
+            "gradients": self.gradients,
+            "second": second.gradients,
+            "accumulated": accumulated.gradients,
+            "first_updates": second.parameters,
+            "updates": self.parameters,
+            FIRST_BUFFERS: self.buffers.first,
+            LAST_BUFFERS: self.buffers.last,
+        }

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
     describe_loaded_state,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, gradient_limits
+from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
@@ -83,7 +83,7 @@ def _changed_by_forward(view: View) -> Iterator[str]:
 
 
 def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    limits = gradient_limits(view, "accumulated")
+    limits = limits_of(view, "accumulated")
     excused = excused_gradients(view, runs)
     names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
     recorded = [run.accumulation for run in runs if run.accumulation is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from pytest_fsdp_meta.evidence import RankTraining
-from pytest_fsdp_meta.judging.limits import gradient_limits, gradients_beyond_rounding
+from pytest_fsdp_meta.judging.limits import gradients_beyond_rounding, limits_of
 from pytest_fsdp_meta.judging.view import View
 from pytest_fsdp_meta.text import fold_members
 
@@ -34,7 +34,7 @@ def sort_by_backward(view: View, names: Sequence[str]) -> list[str]:
 
 def describe_first_departure(view: View, runs: Sequence[RankTraining], departing: Collection[str]) -> str:
     """Return which gradients of the first step still agree next to the one that the backward reaches first, else ""."""
-    limits, due = gradient_limits(view), gradients_beyond_rounding(view)
+    limits, due = limits_of(view, "gradients"), gradients_beyond_rounding(view)
     # A gradient of zeros agrees whatever the backward does.
     names = [name for name in view.names("parameter") if name in due and name not in departing]
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)

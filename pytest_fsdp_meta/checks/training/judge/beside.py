@@ -9,7 +9,7 @@ from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, require_no_other_cause
-from pytest_fsdp_meta.judging.limits import Limits, update_limits
+from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.text import first_of
@@ -44,7 +44,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
     untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
     if len(untrained) == len(cases):
         raise NotJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
-    limits = update_limits(view)
+    limits = limits_of(view, "updates")
     limits = replace(limits, noise=None if limits.noise is None else _noise_by_entry(view, limits, cases))
     limits = replace(limits, roundings=2 * len(view.reference.losses or ()))
     judged = {name: pairs for name, pairs in cases.items() if name not in untrained}

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_noise,
     require_same_forward,
 )
-from pytest_fsdp_meta.judging.limits import update_limits
+from pytest_fsdp_meta.judging.limits import limits_of
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
@@ -74,7 +74,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:
     """Raise Blocked if the parameters differ after the last step, and with them what later forwards computed."""
-    limits = update_limits(view)
+    limits = limits_of(view, "updates")
     off = [c.name for rank, run in enumerate(runs) for c in run.parameters if limits.exceeded(rank, c)]
     if wrong and off:
         raise Blocked(

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_same_forward,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, gradient_limits, norm_limit
+from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
@@ -197,7 +197,7 @@ def _wrongly_clipped(
 
     Return the comparisons as well that say so.
     """
-    reference, limits = view.reference, gradient_limits(view)
+    reference, limits = view.reference, limits_of(view, "gradients")
     halved = replace(limits, relative=limits.relative + EPSILON / (reference.norm or 0.0))
     gradients = view.comparisons(tuple(one.gradients for one in clipped), names)
     found = _differing(view, gradients, halved, HALF)

@@ -22,9 +22,8 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import (
     Limits,
     describe_length,
-    gradient_limits,
     gradients_beyond_rounding,
-    update_limits,
+    limits_of,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
 from pytest_fsdp_meta.judging.registry import check
@@ -115,7 +114,7 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report gradients that are missing or differ from the reference's."""
-    limits = gradient_limits(view)
+    limits = limits_of(view, "gradients")
     names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
     due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
@@ -153,7 +152,7 @@ def excused_gradients(view: View, runs: Sequence[RankTraining]) -> set[str]:
 
 def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
     """Return the parameters whose gradients differ only until the optimizer, or a hook of its step, reduces them."""
-    limits, names = gradient_limits(view), view.names("parameter", only=view.reference.gradients)
+    limits, names = limits_of(view, "gradients"), view.names("parameter", only=view.reference.gradients)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     updates = view.comparisons(tuple(run.parameters for run in runs), names)
     off = [name for name, cases in pairs.items() if any(limits.exceeded(rank, c) for rank, c in cases)]
@@ -171,7 +170,7 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
         return False
     moved = [comparison.measure for _, comparison in updates if comparison.measure]
     measured = [comparison.measure for _, comparison in gradients if comparison.measure]
-    limits = update_limits(view)
+    limits = limits_of(view, "updates")
     unreduced = len(view.evidence.inventory) > 1 and any(m.residual > ROUNDING for m in measured)
     if not unreduced or not moved or any(limits.exceeded(rank, c) for rank, c in updates):
         return False

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.limits import buffer_limits
+from pytest_fsdp_meta.judging.limits import limits_of
 from pytest_fsdp_meta.judging.view import View
 
 
@@ -42,10 +41,9 @@ def moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, 
     """
     found: dict[str, Cases] = {}
     runs = view.evidence.training or ()
-    observed = [run.buffers.first if when == FIRST_BUFFERS else run.buffers.last for run in runs]
-    limits = replace(buffer_limits(view, when), roundings=2 * len(view.reference.losses or ()))
+    limits = replace(limits_of(view, when), roundings=2 * len(view.reference.losses or ()))
     exact = replace(limits, relative=0.0)
-    for name, cases in view.comparisons(tuple(observed), names).items():
+    for name, cases in view.comparisons(tuple(run.compared[when] for run in runs), names).items():
         apart = [
             (rank, c)
             for rank, c in cases

@@ -22,9 +22,8 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import (
     Limits,
-    gradient_limits,
     gradients_beyond_rounding,
-    update_limits,
+    limits_of,
 )
 from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View
@@ -71,7 +70,7 @@ def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
 
 
 def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
-    limits, due = update_limits(view, "first_updates"), gradients_beyond_rounding(view)
+    limits, due = limits_of(view, "first_updates"), gradients_beyond_rounding(view)
     parameters = [(rank, c) for rank, run in enumerate(runs) if run.second is not None for c in run.second.parameters]
     moved = [(rank, c) for rank, c in parameters if c.name in due]
     return not any(
@@ -82,7 +81,7 @@ def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
 
 def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
-    limits = gradient_limits(view, "second")
+    limits = limits_of(view, "second")
     excused = excused_gradients(view, runs)
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(second.gradients for second in seconds), names)

@@ -23,8 +23,8 @@ from pytest_fsdp_meta.judging.limits import (
     Limits,
     describe_length,
     gradients_beyond_rounding,
+    limits_of,
     loss_limits,
-    update_limits,
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.registry import check
@@ -71,7 +71,7 @@ def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None
     last = len(expected) - 1
     if "loss_parity" not in view.selection or not all(run.late for run in runs):
         return
-    limits = replace(update_limits(view), roundings=2 * last)
+    limits = replace(limits_of(view, "updates"), roundings=2 * last)
     moved = any(limits.exceeded(rank, c) for rank, run in enumerate(runs) for c in run.late)
     if not moved and loss_limits(view).exceeded(actual, expected, last):
         raise Blocked(
@@ -113,7 +113,7 @@ def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
     """
     moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
     longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
-    return replace(update_limits(view), roundings=2 * len(view.reference.losses or ()), longest=longest)
+    return replace(limits_of(view, "updates"), roundings=2 * len(view.reference.losses or ()), longest=longest)
 
 
 def _describe_error(limits: Limits, cases: Cases) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ GRAINS = 8.0
 ROUNDING = 32.0
 """Units in the last place of a typical gradient; a smaller gradient may be a zero with rounding errors."""
 
-DUE_BY = ("values", "gradients", "updated")
+DUE_BY = ("values", "gradients", "updates")
 """The records that say how far the reference moved each element, and by which gradient."""
 
 DueElements = Callable[[str, Tensor, Part, Tensor], Tensor]
@@ -186,21 +186,19 @@ def _any_by_row(mask: Tensor) -> Tensor:
 
 
 def compare_updates(
-    model: Module, before: Mapping[str, Tensor], values: Record, updated: Record
+    model: Module, before: Mapping[str, Tensor], records: Mapping[str, Record], name: str
 ) -> tuple[Comparison, ...]:
     """Compare the parameters after the steps with the reference's; the measure is of how far each moved."""
-    comparisons, parts = [], parts_of(model)
-    for name, kind, tensor in named_tensors(model):
-        if kind == "parameter" and name in updated and not tensor.is_meta:
-            part = parts.of(name, tensor)
-            measured = _measure_update(part, before[name], values, updated, name) if name in before else None
-            comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
-    return tuple(comparisons)
+    parts = parts_of(model)
+    parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    own = ((name, parts.of(name, tensor)) for name, tensor in parameters if not tensor.is_meta)
+    return _compare_moved(own, before, records["values"], records[name])
 
 
 def copy_beside(beside: Beside) -> dict[str, Tensor]:
     """Return a copy, on the CPU, of this rank's part of each tensor beside the model that the reference has as well."""
-    return {name: local_part(part.local).to("cpu", copy=True) for name, part in beside.tensors()}
+    floating = ((name, part.local) for name, part in beside.tensors() if part.local.is_floating_point())
+    return {name: local_part(local).to("cpu", copy=True) for name, local in floating}
 
 
 def compare_beside(
@@ -209,12 +207,16 @@ def compare_beside(
     """Compare what is kept beside the model with what the reference keeps; the measure is of how far it moved."""
     if "updated_beside" not in records:
         return ()
-    values, updated = records["beside"], records["updated_beside"]
+    return _compare_moved(beside.tensors(), before, records["beside"], records["updated_beside"])
+
+
+def _compare_moved(
+    parts: Iterable[tuple[str, Part]], before: Mapping[str, Tensor], values: Record, updated: Record
+) -> tuple[Comparison, ...]:
     comparisons = []
-    for name, part in beside.tensors():
+    for name, part in parts:
         if name in updated and not part.local.is_meta:
-            floating = name in before and part.local.is_floating_point()
-            measured = _measure_update(part, before[name], values, updated, name) if floating else None
+            measured = _measure_update(part, before[name], values, updated, name) if name in before else None
             comparisons.append(compare_measured(name, part, updated, UPDATE_TOLERANCE, measured))
     return tuple(comparisons)
 

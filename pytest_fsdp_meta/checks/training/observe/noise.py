@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +13,15 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
 from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
 from pytest_fsdp_meta.checks.training.observe.reference import (
     accumulate_as_ranks,
     declared_subject,
-    parameters_of,
     restore,
-    whole_gradients,
 )
+from pytest_fsdp_meta.checks.training.observe.snapshots import SNAPSHOTS, Snapshot, snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import persistent_buffers
 from pytest_fsdp_meta.checks.values.observe import comparable, read_part
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
 from pytest_fsdp_meta.loader.adapter import Part
@@ -36,7 +32,6 @@ from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import COMPUTED
 from pytest_fsdp_meta.ranks.reference_record import (
-    STEP_GRADIENTS,
     Record,
     noise_of,
     record_at,
@@ -45,18 +40,7 @@ from pytest_fsdp_meta.ranks.reference_record import (
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current
 
-UPDATES = frozenset({"first_updated", "updated", FIRST_BUFFERS, LAST_BUFFERS})
-"""The records of parameters and buffers. How far they are from those before the training counts."""
-NOISE_OF = {
-    "gradients": "gradients",
-    "second_gradients": "second",
-    "first_updated": "first_updates",
-    "updated": "updates",
-    "accumulated": "accumulated",
-    FIRST_BUFFERS: "first_buffers",
-    LAST_BUFFERS: "buffers",
-}
-"""Record of the reference -> the field of ``Noise`` that says how far it moves."""
+NOISY = tuple(snapshot for snapshot in SNAPSHOTS if snapshot.noisy)
 OTHER_SEEDS = 1000
 """The distance between the seeds of two trainings; the steps of one use consecutive seeds."""
 
@@ -91,10 +75,12 @@ def train_nudged(
         subject.clip_grad_norm = noisy.clipping.clip
         noisy.seed = SEED + OTHER_SEEDS * (1 + number)
         run = train(subject, current().device, range(len(losses)), (0, 1), optimizer, noisy)
+        if optimizer is not None:
+            noisy.take("end")
         if optimizer is not None and "accumulated" in noisy.records:
             with noisy.nudged():
                 accumulate_as_ranks(subject, optimizer, data_parallel_size)
-            noisy.add("accumulated", whole_gradients(noisy.model))
+            noisy.take("accumulation")
     except Exception as error:
         state.pop("noise")
         cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
@@ -118,7 +104,7 @@ def record_noise(folder: str) -> Factors:
     """
     noisy: _NoisySteps = current().state.pop("noise")
     for name, moved in noisy.moved.items():
-        write_record(_noise_file(folder, name), moved.items())
+        write_record(record_at(folder, noise_of(name)), moved.items())
     return_freed_memory(current().device)
     return noisy.factors
 
@@ -129,24 +115,25 @@ def read_noise(folder: str, factors: Factors) -> Noise:
     parts = parts_of(model)
     tensors = [(name, parts.of(name, tensor)) for name, _, tensor in named_tensors(model)]
     found: dict[str, Any] = {}
-    for name, field in NOISE_OF.items():
-        if _noise_file(folder, name).exists():
-            record = Record(_noise_file(folder, name))
+    for snapshot in NOISY:
+        file = record_at(folder, noise_of(snapshot.name))
+        if file.exists():
+            record = Record(file)
             noises = {
-                tensor: _noise_of(part, tensor, record, name, folder, factors[name][tensor])
+                tensor: _noise_of(part, tensor, record, snapshot, folder, factors[snapshot.name][tensor])
                 for tensor, part in tensors
                 if tensor in record and record.shape(tensor) == part.shape
             }
             # An overflow in a nudged training says nothing about the others; the smallest tolerance then applies.
-            found[field] = {tensor: noise for tensor, noise in noises.items() if math.isfinite(noise.distance)}
+            found[snapshot.name] = {tensor: noise for tensor, noise in noises.items() if math.isfinite(noise.distance)}
     return Noise(**found)
 
 
-def _noise_of(part: Part, name: str, noise: Record, record: str, folder: str, whole: float) -> TensorNoise:
+def _noise_of(part: Part, name: str, noise: Record, snapshot: Snapshot, folder: str, whole: float) -> TensorNoise:
     """Return the noise of a slice; its factor varies as if its elements did independently, or as the ``whole``."""
     moved = read_part(part, noise, name).double()
-    change = comparable(read_part(part, Record(record_at(folder, record)), name)).double()
-    if record in UPDATES:
+    change = comparable(read_part(part, Record(record_at(folder, snapshot.name)), name)).double()
+    if snapshot.kind.values:
         change = change - comparable(read_part(part, Record(record_at(folder, "values")), name)).double()
     length = float(change.square().sum())
     if not length or change.shape != moved.shape:
@@ -163,7 +150,7 @@ class _NoisySteps(StepObserver):
         self.nudges: Nudges
         self.clipping: ReferenceClipping
         self.seed = SEED
-        files = {name: record_at(folder, name) for name in ("values", *NOISE_OF)}
+        files = {name: record_at(folder, name) for name in ("values", *(snapshot.name for snapshot in NOISY))}
         self.records = {name: Record(file) for name, file in files.items() if file.exists()}
         self.moved: dict[str, dict[str, Tensor]] = {}
         self.factors: Factors = {}
@@ -192,27 +179,26 @@ class _NoisySteps(StepObserver):
         if step == 0:
             self.norm, _ = gradient_norm(self.model, None)
             self.own_norm = self.clipping.norm()
-        if step < len(STEP_GRADIENTS):
-            self.add(STEP_GRADIENTS[step], whole_gradients(self.model))
+        self.take("backward", step)
 
     def after_update(self, step: int) -> None:
-        if step == 0:
-            self.add("first_updated", parameters_of(self.model))
-            self.add(FIRST_BUFFERS, persistent_buffers(self.model))
-        if step == self.steps - 1:
-            self.add("updated", parameters_of(self.model))
-            self.add(LAST_BUFFERS, persistent_buffers(self.model))
+        self.take("update", step)
 
-    def add(self, record: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Note how far these tensors are from those in the record."""
-        reference, moved = self.records[record], self.moved.setdefault(record, {})
-        factors = self.factors.setdefault(record, {})
-        for name, tensor in tensors:
+    def take(self, event: str, step: int = 0) -> None:
+        for snapshot in snapshots_after(event, step, self.steps):
+            if snapshot.noisy:
+                self._add(snapshot)
+
+    def _add(self, snapshot: Snapshot) -> None:
+        """Note how far the tensors are from those in the record."""
+        reference, moved = self.records[snapshot.name], self.moved.setdefault(snapshot.name, {})
+        factors = self.factors.setdefault(snapshot.name, {})
+        for name, tensor in snapshot.kind.of(self.model):
             if name in reference:
                 whole = reference.read_whole(name)
                 apart = _distance(local_part(tensor).cpu(), whole)
                 moved[name] = torch.maximum(moved[name], apart) if name in moved else apart
-                before = self.records["values"].read_whole(name) if record in UPDATES else torch.zeros_like(whole)
+                before = self.records["values"].read_whole(name) if snapshot.kind.values else torch.zeros_like(whole)
                 factors[name] = max(factors.get(name, 0.0), _factor(local_part(tensor).cpu(), whole, before))
 
 
@@ -229,10 +215,6 @@ def _distance(tensor: Tensor, whole: Tensor) -> Tensor:
     if tensor.is_complex():
         apart = apart.norm(dim=-1)
     return apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1))).float()
-
-
-def _noise_file(folder: str, record: str) -> Path:
-    return record_at(folder, noise_of(record))
 
 
 def coarsest_unit(dtypes: Collection[str]) -> float:

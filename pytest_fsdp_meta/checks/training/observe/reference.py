@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
@@ -34,10 +33,16 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import (
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, declare_beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
-from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm, gradients_of
+from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
 from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
+from pytest_fsdp_meta.checks.training.observe.snapshots import (
+    BUFFERS,
+    parameters_of,
+    snapshots_after,
+    whole_gradients,
+)
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_buffers
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_since
 from pytest_fsdp_meta.checks.values.observe import own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -53,7 +58,6 @@ from pytest_fsdp_meta.ranks.optimizers import (
 )
 from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.reference_record import (
-    STEP_GRADIENTS,
     Record,
     RecordWriter,
     checkpoint_entries,
@@ -128,8 +132,8 @@ def train_reference(
 ) -> ReferenceFacts:
     """Train the reference from the recorded values; return the facts with the results added.
 
-    Record in ``folder`` what ``RECORDS`` lists: gradients and parameters of the first steps, and the mean gradient
-    of the rounds of micro-batches of ``data_parallel_size`` ranks.
+    Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
+    rounds of micro-batches of ``data_parallel_size`` ranks.
     """
     with RecordWriter() as writer:
         trained = _train_and_record(recipe, steps, folder, data_parallel_size, facts, writer)
@@ -159,13 +163,12 @@ def _train_and_record(
     run = train(subject, rank.device, range(steps), (0, 1), optimizer, first, beside)
     first.record_beside("updated_beside", beside)
     after = _inventory(model, ())
-    first.record("updated", parameters_of(model))
-    first.record(LAST_BUFFERS, changed_buffers(model, Record(record_at(folder, "values"))))
+    first.take("end")
     if optimizer is not None and (
         subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
     ):
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
-        first.record("accumulated", whole_gradients(model))
+        first.take("accumulation")
     left_out = hooks_left_out(subject)
     memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
     drop_gradients(model)
@@ -227,7 +230,7 @@ def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
 
 
 class _RecordedSteps(StepObserver):
-    """The gradients of the first two steps, with sizes and norm of the first, which is clipped too, and its weights."""
+    """Record the snapshots, with the sizes and the norm of the first gradients, which are clipped too."""
 
     def __init__(
         self, model: Module, steps: int, folder: str, clipping: ReferenceClipping, writer: RecordWriter
@@ -273,14 +276,20 @@ class _RecordedSteps(StepObserver):
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._writer.write(record_at(self._folder, name), tensors)
 
+    def take(self, event: str, step: int = 0) -> None:
+        for snapshot in snapshots_after(event, step, self._steps):
+            tensors = snapshot.kind.of(self._model)
+            if snapshot.kind is BUFFERS:
+                tensors = changed_since(Record(record_at(self._folder, "values")), tensors)
+            self.record(snapshot.name, tensors)
+
     def record_beside(self, name: str, beside: Beside) -> None:
         if beside.compared:
             self.record(name, ((entry, part.local) for entry, part in beside.tensors()))
 
     def after_backward(self, step: int) -> None:
         gradients = whole_gradients(self._model)
-        if step < len(STEP_GRADIENTS):
-            self.record(STEP_GRADIENTS[step], gradients)
+        self.take("backward", step)
         if step == 0:
             self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
             self.noise = gradient_noise(self._model)
@@ -291,20 +300,7 @@ class _RecordedSteps(StepObserver):
             self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}
 
     def after_update(self, step: int) -> None:
-        if step == 0:
-            self.record("first_updated", parameters_of(self._model))
-            self.record(FIRST_BUFFERS, changed_buffers(self._model, Record(record_at(self._folder, "values"))))
-        if step == self._steps - 2:
-            self.record("late", parameters_of(self._model))
-
-
-def parameters_of(model: Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
-
-
-def whole_gradients(model: Module) -> list[tuple[str, Tensor]]:
-    """Return the gradients as tensors: in a world of one rank every part is whole."""
-    return [(name, part.local) for name, part in gradients_of(model)]
+        self.take("update", step)
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:

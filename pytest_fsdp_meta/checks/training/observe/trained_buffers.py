@@ -5,7 +5,7 @@ Non-persistent buffers are scratch memory of each rank, such as caches: a checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,9 +16,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.values.observe import comparable, compare, length, measure, read_part
-from pytest_fsdp_meta.evidence import Comparison, Measure, TrainedBuffers
+from pytest_fsdp_meta.evidence import Comparison, Measure
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
@@ -28,37 +27,27 @@ from pytest_fsdp_meta.ranks.torch_private import is_replicated
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 
 
-class BufferWatch:
-    """Watch the buffers of a rank's training steps."""
+class ForwardCount:
+    """Count the forwards of the author's steps: each updates statistics, and the reference runs one in a step."""
 
-    def __init__(self, model: Module, records: Mapping[str, Record]) -> None:
+    def __init__(self, model: Module) -> None:
         self._model = model
-        self._records = records
-        self._forwards = 0
-        self._first: tuple[Comparison, ...] = ()
+        self.forwards = 0
 
     @contextmanager
-    def counting_forwards(self) -> Iterator[None]:
-        """Count the forwards of the block: each updates statistics, and the reference runs one in a step."""
+    def counting(self) -> Iterator[None]:
+        """Count the forwards of the block."""
 
         hooked = takes_hooks(self._model)
 
         def count(module: Module, _: object) -> None:
-            self._forwards += hooked or module is self._model
+            self.forwards += hooked or module is self._model
 
         handle = (self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook)(count)
         try:
             yield
         finally:
             handle.remove()
-
-    def after_first_step(self) -> None:
-        self._first = compare_buffers(self._model, self._records, FIRST_BUFFERS)
-
-    def observed(self) -> TrainedBuffers:
-        """Return what was observed. Call this after the last step."""
-        last = compare_buffers(self._model, self._records, LAST_BUFFERS)
-        return TrainedBuffers(self._first, last, self._forwards, broadcast_buffers(self._model))
 
 
 def persistent_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
@@ -69,22 +58,22 @@ def persistent_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def changed_buffers(model: Module, values: Record) -> list[tuple[str, Tensor]]:
-    """Return the persistent buffers of the reference that differ from its recorded ``values``."""
+def changed_since(values: Record, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of the reference that differ from its recorded ``values``."""
     return [
         (name, tensor)
-        for name, tensor in persistent_buffers(model)
+        for name, tensor in tensors
         if name in values and not _equal(local_part(tensor).cpu(), values.read_whole(name))
     ]
 
 
-def compare_buffers(model: Module, records: Mapping[str, Record], after: str) -> tuple[Comparison, ...]:
+def compare_buffers(
+    model: Module, _: Mapping[str, Tensor], records: Mapping[str, Record], after: str
+) -> tuple[Comparison, ...]:
     """Compare those that changed here or in the reference; the measure is of how far each moved.
 
     ``after`` is the record that the reference wrote at the same time, of those that it changed.
     """
-    if after not in records:
-        return ()
     parts, values, updated = parts_of(model), records["values"], records[after]
     found = []
     for name, tensor in persistent_buffers(model):

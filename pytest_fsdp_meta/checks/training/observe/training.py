@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.collectives.observe.step import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe.draws import DrawsInEvaluation
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
@@ -28,7 +29,6 @@ from pytest_fsdp_meta.checks.training.observe.gradients import (
 )
 from pytest_fsdp_meta.checks.training.observe.movement import (
     compare_beside,
-    compare_updates,
     copy_beside,
     copy_shards,
     due_by_gradients,
@@ -38,9 +38,9 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     movements,
     swallowed,
 )
+from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
-from pytest_fsdp_meta.checks.values.observe import compare_gradients
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import ForwardCount, broadcast_buffers
 from pytest_fsdp_meta.evidence import (
     Clipping,
     Comparison,
@@ -48,6 +48,7 @@ from pytest_fsdp_meta.evidence import (
     OwnClipping,
     RankTraining,
     SecondStep,
+    TrainedBuffers,
 )
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -56,7 +57,7 @@ from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
-from pytest_fsdp_meta.ranks.reference_record import RECORDS, STEP_GRADIENTS, Record, record_at
+from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
 from pytest_fsdp_meta.worlds import Rank, current
 
 
@@ -85,8 +86,9 @@ def observe_training(
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
     # Before the accumulation, whose forwards and steps change both again.
-    buffers, averages = seen.buffers.observed(), compare_beside(beside, kept, seen.records)
-    updates, moved = seen.updates("updated"), seen.movements(optimizer, noise)
+    seen.take("end")
+    averages, moved = compare_beside(beside, kept, seen.records), seen.movements(optimizer, noise)
+    broadcast = broadcast_buffers(subject.model)
     swallowed_updates = seen.swallowed(optimizer, noise)
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
@@ -100,8 +102,8 @@ def observe_training(
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
-        gradients=seen.gradients,
-        parameters=updates,
+        gradients=seen.compared("gradients"),
+        parameters=seen.compared("updates"),
         unreduced=_is_unreduced(subject.model),
         labels=tuple(run.labels),
         without_gradient=seen.without_gradient,
@@ -114,13 +116,15 @@ def observe_training(
         unclipped=again.unclipped,
         clipped=seen.clipped,
         second=seen.second,
-        late=seen.late,
+        late=seen.compared("late"),
         swallowed=swallowed_updates,
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
         draws_in_evaluation=seen.draws.modules,
-        buffers=buffers,
+        buffers=TrainedBuffers(
+            seen.compared(FIRST_BUFFERS), seen.compared(LAST_BUFFERS), seen.forwards.forwards, broadcast
+        ),
         memory=again.memory,
     )
 
@@ -137,7 +141,6 @@ class _RankSteps(StepObserver):
         clipping: tuple[float | None, OwnClipping | None],
     ) -> None:
         self.records = records
-        self.gradients: tuple[Comparison, ...] = ()
         self.without_gradient: tuple[str, ...] = ()
         self.norm: float | None = None
         self.norm_problem = ""
@@ -147,10 +150,9 @@ class _RankSteps(StepObserver):
         """The norm of the reference's gradients, and what the author's function did to them."""
         self._subject = subject
         self._model = subject.model
-        self.late: tuple[Comparison, ...] = ()
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsInEvaluation(subject.model, rank.device)
-        self.buffers = BufferWatch(subject.model, records)
+        self.forwards = ForwardCount(subject.model)
         self._steps = steps
         self._rank = rank
         self.before = copy_shards(subject.model)
@@ -159,7 +161,7 @@ class _RankSteps(StepObserver):
         self._own_noise = 0.0
         self.beside = Beside()
         self._moved: dict[str, Tensor] = {}
-        self._first_updates: tuple[Comparison, ...] = ()
+        self._compared: dict[str, tuple[Comparison, ...]] = {}
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -171,28 +173,30 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def during_forwards(self) -> Iterator[None]:
-        with self.weights.next_step(), self.buffers.counting_forwards():
+        with self.weights.next_step(), self.forwards.counting():
             yield
 
     def after_backward(self, step: int) -> None:
         if step == 0:
             self._observe_first_gradients()
-        elif step == 1 and "second_gradients" in self.records:
+        elif step == 1 and "second" in self.records:
             self._observe_second_gradients()
 
     def after_update(self, step: int) -> None:
         if step == 0:
             self._moved = moved_rows(self._model, self.before)
-            self._first_updates = self.updates("first_updated")
-            self.buffers.after_first_step()
-        if step == self._steps - 2:
-            self.late = self.updates("late")
+        self.take("update", step)
 
-    def updates(self, record: str) -> tuple[Comparison, ...]:
-        """Compare the parameters, and how far they have moved, with the reference's in this record."""
-        if record not in self.records:
-            return ()
-        return compare_updates(self._model, self.before, self.records["values"], self.records[record])
+    def take(self, event: str, step: int = 0) -> None:
+        """Compare the snapshots that are due after this event with those that the reference recorded."""
+        for snapshot in snapshots_after(event, step, self._steps):
+            if snapshot.name in self.records:
+                compare = snapshot.kind.compare
+                self._compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
+
+    def compared(self, name: str) -> tuple[Comparison, ...]:
+        """Return the comparisons of a snapshot; none if it was not taken."""
+        return self._compared.get(name, ())
 
     def movements(self, optimizer: Optimizer | None, reference_noise: float) -> tuple[Movement, ...]:
         """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
@@ -219,7 +223,7 @@ class _RankSteps(StepObserver):
         self.without_gradient = without_gradient(self._model, gradients)
         self.norm, self.norm_problem = gradient_norm(self._model, self._subject.clip_grad_norm)
         if self.records:
-            self.gradients = compare_gradients(gradients, self.records["gradients"])
+            self.take("backward")
             self.clipped = self._clip()
         else:
             self._own_gradients = {name: local_part(part.local).to("cpu", copy=True) for name, part in gradients}
@@ -232,14 +236,15 @@ class _RankSteps(StepObserver):
         return clip_on_rank(self._model, clip, (norm, self.norm), own, self.records)
 
     def _observe_second_gradients(self) -> None:
-        gradients, (first, second) = gradients_of(self._model), (self.records[name] for name in STEP_GRADIENTS)
-        comparisons = compare_gradients(gradients, second)
-        sizes = {c.name: c.measure.truth for c in self.gradients if c.measure is not None}
+        self.take("backward", 1)
+        gradients, first, second = gradients_of(self._model), self.records["gradients"], self.records["second"]
+        comparisons = self.compared("second")
+        sizes = {c.name: c.measure.truth for c in self.compared("gradients") if c.measure is not None}
         measured = ((c.name, c.measure.apart) for c in comparisons if c.measure is not None)
         off = {name for name, apart in measured if apart > ADDED * sizes.get(name, 0.0)}
         left_over = tuple(name for name, part in gradients if name in off and contains(part, name, first, second))
         self.second = SecondStep(
-            parameters=self._first_updates,
+            parameters=self.compared("first_updates"),
             gradients=comparisons,
             without_gradient=without_gradient(self._model, gradients),
             left_over=left_over,
