@@ -49,7 +49,6 @@ BEFORE_UPDATES = (
     "buffers_follow_training",
 )
 """Checks whose failure makes later steps differ."""
-"""The reason of a check that stored evidence lacks an observation for."""
 
 
 def comparable_training(view: View) -> Sequence[RankTraining]:

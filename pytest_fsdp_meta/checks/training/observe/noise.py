@@ -181,9 +181,6 @@ class _NoisySteps(StepObserver):
             self.own_norm = self.clipping.norm()
         self.take("backward", step)
 
-    def after_update(self, step: int) -> None:
-        self.take("update", step)
-
     def take(self, event: str, step: int = 0) -> None:
         for snapshot in snapshots_after(event, step, self.steps):
             if snapshot.noisy:

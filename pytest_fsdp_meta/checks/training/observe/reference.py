@@ -299,9 +299,6 @@ class _RecordedSteps(StepObserver):
             unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
             self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}
 
-    def after_update(self, step: int) -> None:
-        self.take("update", step)
-
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
     """Build the verifier and record its values."""

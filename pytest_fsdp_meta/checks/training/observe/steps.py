@@ -61,8 +61,8 @@ class StepObserver:
     def after_backward(self, step: int) -> None:
         """Look at the gradients that the optimizer steps with, before its step and its hooks."""
 
-    def after_update(self, step: int) -> None:
-        """Look at the parameters; the gradients are gone."""
+    def take(self, event: str, step: int = 0) -> None:
+        """Take the snapshots that are due after this event; after an "update" the gradients are gone."""
 
 
 def train(
@@ -103,7 +103,7 @@ def train(
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if updating is not None:
-                observer.after_update(number)
+                observer.take("update", number)
                 beside.after_step(subject)
     if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind

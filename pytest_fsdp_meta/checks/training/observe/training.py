@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -102,8 +103,8 @@ def observe_training(
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
-        gradients=seen.compared("gradients"),
-        parameters=seen.compared("updates"),
+        gradients=seen.compared["gradients"],
+        parameters=seen.compared["updates"],
         unreduced=_is_unreduced(subject.model),
         labels=tuple(run.labels),
         without_gradient=seen.without_gradient,
@@ -116,14 +117,14 @@ def observe_training(
         unclipped=again.unclipped,
         clipped=seen.clipped,
         second=seen.second,
-        late=seen.compared("late"),
+        late=seen.compared["late"],
         swallowed=swallowed_updates,
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
         draws_in_evaluation=seen.draws.modules,
         buffers=TrainedBuffers(
-            seen.compared(FIRST_BUFFERS), seen.compared(LAST_BUFFERS), seen.forwards.forwards, broadcast
+            seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
         ),
         memory=again.memory,
     )
@@ -161,7 +162,8 @@ class _RankSteps(StepObserver):
         self._own_noise = 0.0
         self.beside = Beside()
         self._moved: dict[str, Tensor] = {}
-        self._compared: dict[str, tuple[Comparison, ...]] = {}
+        self.compared: defaultdict[str, tuple[Comparison, ...]] = defaultdict(tuple)
+        """By snapshot; empty if it was not taken."""
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -182,21 +184,14 @@ class _RankSteps(StepObserver):
         elif step == 1 and "second" in self.records:
             self._observe_second_gradients()
 
-    def after_update(self, step: int) -> None:
-        if step == 0:
-            self._moved = moved_rows(self._model, self.before)
-        self.take("update", step)
-
     def take(self, event: str, step: int = 0) -> None:
         """Compare the snapshots that are due after this event with those that the reference recorded."""
+        if (event, step) == ("update", 0):
+            self._moved = moved_rows(self._model, self.before)
         for snapshot in snapshots_after(event, step, self._steps):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
-                self._compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
-
-    def compared(self, name: str) -> tuple[Comparison, ...]:
-        """Return the comparisons of a snapshot; none if it was not taken."""
-        return self._compared.get(name, ())
+                self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
 
     def movements(self, optimizer: Optimizer | None, reference_noise: float) -> tuple[Movement, ...]:
         """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
@@ -238,13 +233,13 @@ class _RankSteps(StepObserver):
     def _observe_second_gradients(self) -> None:
         self.take("backward", 1)
         gradients, first, second = gradients_of(self._model), self.records["gradients"], self.records["second"]
-        comparisons = self.compared("second")
-        sizes = {c.name: c.measure.truth for c in self.compared("gradients") if c.measure is not None}
+        comparisons = self.compared["second"]
+        sizes = {c.name: c.measure.truth for c in self.compared["gradients"] if c.measure is not None}
         measured = ((c.name, c.measure.apart) for c in comparisons if c.measure is not None)
         off = {name for name, apart in measured if apart > ADDED * sizes.get(name, 0.0)}
         left_over = tuple(name for name, part in gradients if name in off and contains(part, name, first, second))
         self.second = SecondStep(
-            parameters=self.compared("first_updates"),
+            parameters=self.compared["first_updates"],
             gradients=comparisons,
             without_gradient=without_gradient(self._model, gradients),
             left_over=left_over,
