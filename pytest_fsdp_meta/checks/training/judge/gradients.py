@@ -17,6 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
     add_precision,
     comparable_training,
     explain_uneven_backwards,
+    require_gradients,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
@@ -64,6 +65,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
     if unreduced and not found:
         return
     if not found:
+        require_gradients(view)
         yield from _scaled_before_clipping(view, runs)
     compared = (c for run in runs for c in run.gradients)
     if unless_explained(view, runs, found, "the gradients differ", compared, GRADIENT_TOLERANCE):
