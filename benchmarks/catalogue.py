@@ -25,6 +25,7 @@ from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import ON_RANKS, Trial
+from pytest_fsdp_meta.trial.reloading import MORE_LOADS
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec
 
 STEPS = 3
@@ -34,21 +35,7 @@ BEFORE_SAVING = 1
 """Steps that create the optimizer state before it is saved."""
 AFTER_SAVING = 2
 """Steps after a checkpoint, in the load that saved it and in the load that resumes from it."""
-RELOADING_OBSERVATIONS = (
-    "repetition",
-    "state_dict",
-    "export",
-    "saved",
-    "restored",
-    "resharded",
-    "continued",
-    "resumed",
-    "saved_again",
-    "restored_again",
-    "training_mode",
-    "batches",
-    "batches_resumed",
-)
+RELOADING = frozenset(row.name for row in MORE_LOADS)
 
 
 def bare(preload: ForkServerEngine, path: Path, world: int) -> None:
@@ -59,7 +46,7 @@ def bare(preload: ForkServerEngine, path: Path, world: int) -> None:
 
 def once(preload: ForkServerEngine, path: Path, world: int) -> None:
     """Take and judge the observations of a single load."""
-    _judge(preload, path, world, [name for name in OBSERVATIONS if name not in RELOADING_OBSERVATIONS])
+    _judge(preload, path, world, [name for name in OBSERVATIONS if name not in RELOADING])
 
 
 def alone(preload: ForkServerEngine, path: Path, world: int) -> None:

@@ -226,12 +226,16 @@ class Evidence:
     verifier: tuple[tuple[Comparison, ...], ...] | None = None
     draws: tuple[RankDraws, ...] | None = None
     training: tuple[RankTraining, ...] | None = None
-    traces: tuple[RankTrace, ...] | None = None
-    """What every module got and returned in one more first step; None if nothing departed in it."""
+    collectives: tuple[RankCollectives, ...] | None = None
+    memory: tuple[RankMemory, ...] | None = None
+    repetition: tuple[RankInventory, ...] | None = None
+    """The inventory of a second load in a fresh world."""
     state_dict: tuple[RankStateDict, ...] | None = None
+    export: Export | None = None
     saved: tuple[RankSaved, ...] | None = None
     restored: tuple[RankSaved, ...] | None = None
     """The same values after loading the checkpoint into a second load of the model."""
+    resharded: Resharded | None = None
     continued: tuple[RankResumed, ...] | None = None
     resumed: tuple[RankResumed, ...] | None = None
     """As ``continued``, after loading the checkpoint into a second load of the model."""
@@ -239,18 +243,14 @@ class Evidence:
     """As ``continued``, at a second checkpoint that is saved after the training steps that follow the first."""
     restored_again: tuple[RankResumed, ...] | None = None
     """As ``saved_again``, after loading the second checkpoint into a second load of the model."""
-    repetition: tuple[RankInventory, ...] | None = None
-    """The inventory of a second load in a fresh world."""
-    export: Export | None = None
-    resharded: Resharded | None = None
-    collectives: tuple[RankCollectives, ...] | None = None
-    memory: tuple[RankMemory, ...] | None = None
     training_mode: tuple[RankTrainingMode, ...] | None = None
     batches: Epoch | None = None
     batches_resumed: tuple[RankBatches, ...] | None = None
     """The batches of another load that resumed from the checkpoint that was saved within the epoch."""
     simulation: tuple[SimulatedSize, ...] | None = None
     """What ranks hold and send in a simulated world, and in smaller ones; the first is the world itself."""
+    traces: tuple[RankTrace, ...] | None = None
+    """What every module got and returned in one more first step; None if nothing departed in it."""
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
+from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.view import View
 
-OBSERVATIONS = (
-    *("inventory", "reference", "values", "verifier", "draws", "training", "collectives", "memory"),
-    *("repetition", "state_dict", "export", "saved", "restored", "resharded", "continued", "resumed"),
-    *("saved_again", "restored_again", "training_mode", "batches", "batches_resumed", "simulation"),
-)
+NOT_OBSERVED = {"world", "subject", "traces", "unavailable", "tolerance"}
+OBSERVATIONS = tuple(field.name for field in fields(Evidence) if field.name not in NOT_OBSERVED)
 
 
 @dataclass(frozen=True)

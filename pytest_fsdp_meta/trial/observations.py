@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives, RankMemory
-from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.evidence import (
     VALUES_CHECKS,
     Comparison,
     Evidence,
     RankDraws,
-    RankInventory,
     RankTraining,
     ReferenceFacts,
-    SubjectFacts,
     Unavailable,
-    WorldFacts,
-    combine_subjects,
     frozen_sources,
     not_declared,
 )
@@ -35,31 +30,26 @@ from pytest_fsdp_meta.trial.noise import departs, with_noise
 from pytest_fsdp_meta.trial.obstacles import (
     NOT_WANTED,
     describe_odd_model,
-    from_world_error,
     no_training_declared,
-    unsupported,
 )
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
-from pytest_fsdp_meta.trial.timing import Stopwatch
+from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
-T = TypeVar("T")
-NEED_REFERENCE = frozenset({"values", "verifier", "draws", "training", "export", "resharded"})
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
+JUDGED_TO_TRACE = ("inventory", "reference", "values", "verifier", "draws", "training")
+"""The observations by which checks say whether a step is traced."""
 
 
 @dataclass
-class ObservationRun:
-    """The observations of one trial, each taken at most once.
-
-    Each observation has the same name here and in ``Evidence``. If one is None, ``unavailable`` has the reason.
-    """
+class ObservationRun(TableRun):
+    """The observations of one trial, each taken at most once; those that change the model are taken last."""
 
     world: World
     reference_world: World
@@ -71,103 +61,30 @@ class ObservationRun:
     load_again: Load
     selection: Container[str] | None = None
     """The checks that will be judged; None for all."""
-    facts: WorldFacts | None = None
-    """What is known about the world before the loader runs."""
-    tolerance: Mapping[str, float] = field(default_factory=dict)
     localise: bool = False
     """Whether the first step is traced although no check fails."""
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    reference: ReferenceFacts | None = None
-    values: tuple[tuple[Comparison, ...], ...] | None = None
-    verifier: tuple[tuple[Comparison, ...], ...] | None = None
-    draws: tuple[RankDraws, ...] | None = None
-    training: tuple[RankTraining, ...] | None = None
-    traces: tuple[RankTrace, ...] | None = None
-    collectives: tuple[RankCollectives, ...] | None = None
-    memory: tuple[RankMemory, ...] | None = None
-    reloading: Reloading | None = None
-    unavailable: dict[str, Unavailable] = field(default_factory=dict)
-    _wanted: set[str] = field(default_factory=set)
     _unwritten_draws: frozenset[str] = frozenset()
     """The drawn tensors that the reference itself never writes."""
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
-    @cached_property
-    def subject(self) -> SubjectFacts:
-        mesh = self.facts.mesh if self.facts is not None else ()
-        return combine_subjects([rank.subject for rank in self.loaded], mesh, self.inventory)
-
-    @property
-    def inventory(self) -> tuple[RankInventory, ...]:
-        return tuple(rank.inventory for rank in self.loaded)
-
-    def take_all(self, wanted: set[str]) -> None:
-        """Take the wanted observations; those that change the model are taken last."""
-        self._wanted = wanted | {"reference"} if wanted & NEED_REFERENCE else wanted
-        self.unavailable |= unsupported(self.loaded)
-        self.memory = self._take("memory", self._measure_memory)
-        self.reference = self._take("reference", self._record_reference)
-        self.values = self._take("values", self._compare_with_reference)
-        self.verifier = self._take("verifier", self._compare_with_verifier)
-        self.draws = self._take("draws", self._describe_draws)
-        self.training = self._take("training", self._train)
-        # The collectives of loading are known even if training has ended the world.
-        if "collectives" not in self._wanted:
-            self.unavailable["collectives"] = NOT_WANTED
-        elif "collectives" not in self.unavailable:
-            self.collectives = self._collect_collectives()
-        self.traces = self._trace()  # it may end the world, which is then loaded again
+    def take_all(self) -> Evidence:
+        for row in ONE_LOAD:
+            self.take(row)
+        self._trace()  # it may end the world, which is then loaded again
         self._remove_training_records()
-        self.reloading = self._reload()
+        self._reload()
+        return replace(self.seen, unavailable=self.unavailable)
 
-    def evidence(self, world: WorldFacts, tolerance: Mapping[str, float]) -> Evidence:
-        """Return the observations as evidence. Call ``take_all`` first."""
-        reloading = self.reloading
-        assert reloading is not None, "take_all() has not run"
-        return Evidence(
-            world=world,
-            subject=self.subject,
-            inventory=self.inventory,
-            reference=self.reference,
-            values=self.values,
-            verifier=self.verifier,
-            draws=self.draws,
-            training=self.training,
-            traces=self.traces,
-            state_dict=reloading.state_dict,
-            saved=reloading.saved,
-            restored=reloading.restored,
-            continued=reloading.continued,
-            resumed=reloading.resumed,
-            saved_again=reloading.saved_again,
-            restored_again=reloading.restored_again,
-            repetition=reloading.repetition,
-            export=reloading.export,
-            resharded=reloading.resharded,
-            training_mode=reloading.training_mode,
-            batches=reloading.batches,
-            batches_resumed=reloading.batches_resumed,
-            collectives=self.collectives,
-            memory=self.memory,
-            unavailable=self.unavailable | reloading.unavailable,
-            tolerance=tolerance,
-        )
+    def ruled_out(self, row: Observation[Any]) -> Unavailable | None:
+        # The collectives of loading are known even if training has ended the world.
+        if not self.world.alive and row.name != "collectives":
+            return self._world_failure
+        return super().ruled_out(row)
 
-    def _take(self, name: str, observe: Callable[[], T | Unavailable]) -> T | None:
-        if name not in self._wanted:
-            self.unavailable[name] = NOT_WANTED
-        if name in self.unavailable:
-            return None
-        try:
-            with self.stopwatch.timing(name):
-                observed = observe() if self.world.alive else self._world_failure
-        except WorldError as error:
-            observed = self._world_failure = from_world_error(error)
-        if isinstance(observed, Unavailable):
-            self.unavailable[name] = observed
-            return None
-        return observed
+    def describe_error(self, error: WorldError) -> Unavailable:
+        self._world_failure = super().describe_error(error)
+        return self._world_failure
 
     def _measure_memory(self) -> tuple[RankMemory, ...] | Unavailable:
         measured = tuple(rank.memory for rank in self.loaded if rank.memory is not None)
@@ -203,16 +120,14 @@ class ObservationRun:
             self._record_path(record),
         )[0]
 
-    def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
-        if self.reference is None:
-            return self.unavailable["reference"]
+    def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...]:
         return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_path))
 
     def _compare_with_verifier(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
-        names = frozen_sources(self.subject, self.reference)
+        names = frozen_sources(self.subject, self.seen.reference)
         if not names:
             return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
-        if "verifier" not in self.subject.declared and self.reference is None:
+        if "verifier" not in self.subject.declared and self.seen.reference is None:
             reason = self.unavailable["reference"]
             return reason if reason.error else Unavailable(NO_VERIFIER, kind="undeclared")
         record = self._verifier_path()
@@ -225,7 +140,7 @@ class ObservationRun:
     def _describe_draws(self) -> tuple[RankDraws, ...] | Unavailable:
         if not self.subject.drawn:
             return not_declared("drawn")
-        path = None if self.reference is None else self._reference_path
+        path = None if self.seen.reference is None else self._reference_path
         observe = on_ranks.drawn_weights.observe_draws
         return tuple(run_on(self.world, observe, path, self.subject.drawn, self._unwritten_draws))
 
@@ -246,67 +161,57 @@ class ObservationRun:
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         observe_training = on_ranks.training.observe_training
-        if self.reference is None or not self.reference.complete:
+        folder = str(self.folder)
+        if self.seen.reference is None or not self.seen.reference.complete:
             return tuple(run_on(self.world, observe_training, self.steps))
-        data_parallel_size = self.loaded[0].data_parallel[1]
-        self._adopt_values()
-        self.reference = run_on(
-            self.reference_world,
-            on_ranks.reference.train_reference,
-            self._recipe,
-            self.steps,
-            str(self.folder),
-            data_parallel_size,
-            self.reference,
-        )[0]
-        known = (self.reference.noise, self.reference.norm, self.reference.own_clipping)
-        runs = tuple(run_on(self.world, observe_training, self.steps, str(self.folder), *known))
-        if not departs(runs, self.reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):
+        adopted, alone = self._adopt_values(self.seen.reference), self.reference_world
+        train, data_parallel_size = on_ranks.reference.train_reference, self.loaded[0].data_parallel[1]
+        reference = run_on(alone, train, self._recipe, self.steps, folder, data_parallel_size, adopted)[0]
+        self.see(reference=reference)
+        known = (reference.noise, reference.norm, reference.own_clipping)
+        runs = tuple(run_on(self.world, observe_training, self.steps, folder, *known))
+        if not departs(runs, reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):
             return runs
         train_again = on_ranks.reference.train_reference_again
-        losses = run_on(self.reference_world, train_again, self._recipe, self.steps, str(self.folder))[0]
-        self.reference = replace(self.reference, losses_again=losses)
-        worlds = self.world, self.reference_world
-        return with_noise(runs, self.inventory[0], self.reference, *worlds, self._recipe, self.folder)
+        losses = run_on(alone, train_again, self._recipe, self.steps, folder)[0]
+        reference = replace(reference, losses_again=losses)
+        self.see(reference=reference)
+        return with_noise(runs, self.inventory[0], reference, self.world, alone, self._recipe, self.folder)
 
-    def _trace(self) -> tuple[RankTrace, ...] | None:
+    def _trace(self) -> None:
         """Trace the first step that departs from the reference's, or step 0 on request."""
-        if (
-            "traces" in self.unavailable
-            or self.training is None
-            or self.reference is None
-            or self.facts is None
-            or not self.reference.losses
-        ):
-            return None
-        seen = {name: getattr(self, name) for name in ("reference", "values", "verifier", "draws", "training")}
-        missing = {name: NOT_WANTED for name in OBSERVATIONS if seen.get(name, self.inventory) is None}
-        evidence = Evidence(self.facts, self.subject, self.inventory, tolerance=self.tolerance, **seen)
-        evidence = replace(evidence, unavailable=missing | self.unavailable)
+        reference = self.seen.reference
+        if "traces" in self.unavailable or self.seen.training is None or reference is None or not reference.losses:
+            return
+        others: dict[str, Any] = {name: None for name in OBSERVATIONS if name not in JUDGED_TO_TRACE}
+        unavailable = dict.fromkeys(others, NOT_WANTED) | self.unavailable
+        evidence = replace(self.seen, **others, unavailable=unavailable)
         step = departing_step(evidence, self.selection)
         if step is None and not self.localise:
-            return None
-        with self.stopwatch.timing("localising"):
-            return trace_step(evidence, self._recipe, self.world, self.reference_world, self.folder, step or 0)
+            return
+        worlds = self.world, self.reference_world
+        with self.taken.stopwatch.timing("localising"):
+            self.see(traces=trace_step(evidence, self._recipe, *worlds, self.folder, step or 0))
 
-    def _adopt_values(self) -> None:
+    def _adopt_values(self, reference: ReferenceFacts) -> ReferenceFacts:
         """Let the reference train from what the loader drew, and where a selected check reports that values differ.
 
         The checks of the training then find what else is wrong, and only that.
         """
-        assert self.reference is not None
-        drawn = self._drawn(self.reference)
-        taken = drawn | self._reported_as_wrong(self.reference)
-        ties = self.reference.inventory.tied_with
+        drawn = self._drawn(reference)
+        taken = drawn | self._reported_as_wrong(reference)
+        ties = reference.inventory.tied_with
         # Writing one name of a tie writes the others too.
         names = tuple(sorted(name for name in taken if ties.get(name, frozenset()) <= taken))
-        if names:
-            held = run_on(self.world, on_ranks.values.record_own_values, names, str(self.folder))
-            attributes = self.subject.kept_attributes
-            adopt = on_ranks.reference.adopt_values
-            inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
-            wrong = tuple(name for name in names if name not in drawn)
-            self.reference = replace(self.reference, inventory=inventory, adopted=wrong)
+        if not names:
+            return reference
+        held = run_on(self.world, on_ranks.values.record_own_values, names, str(self.folder))
+        adopt, attributes = on_ranks.reference.adopt_values, self.subject.kept_attributes
+        inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
+        wrong = tuple(name for name in names if name not in drawn)
+        adopted = replace(reference, inventory=inventory, adopted=wrong)
+        self.see(reference=adopted)  # also if the training fails
+        return adopted
 
     def _drawn(self, reference: ReferenceFacts) -> set[str]:
         """Return the tensors that are declared drawn and that the reference can take over.
@@ -315,7 +220,7 @@ class ObservationRun:
         """
         shapes = {t.name: t.shape for t in reference.inventory.tensors}
         tensors = [t for rank in self.inventory for t in rank.tensors]
-        compared = [c for rank in self.values or () for c in rank]
+        compared = [c for rank in self.seen.values or () for c in rank]
         unwritten = {t.name for t in tensors if t.nan or (t.numel and t.poisoned == t.numel)}
         unusable = unwritten | {t.name for t in tensors if t.shape != shapes.get(t.name)}
         unusable |= {c.name for c in compared if c.problem or (c.measure and not math.isfinite(c.measure.actual))}
@@ -324,12 +229,12 @@ class ObservationRun:
     def _reported_as_wrong(self, reference: ReferenceFacts) -> set[str]:
         """Return the tensors with other finite values on some rank that a selected check reports."""
         selected = {check for check in VALUES_CHECKS.values() if self.selection is None or check in self.selection}
-        by_verifier = self.verifier is not None and VALUES_CHECKS["frozen"] in selected
+        by_verifier = self.seen.verifier is not None and VALUES_CHECKS["frozen"] in selected
         frozen = frozen_sources(self.subject, reference) if by_verifier else {}
         kinds = {t.name: t.kind for rank in self.inventory for t in rank.tensors}
         reported = [
-            *(c for rank in self.verifier or () for c in rank if c.name in frozen),
-            *(c for rank in self.values or () for c in rank if c.name not in frozen),
+            *(c for rank in self.seen.verifier or () for c in rank if c.name in frozen),
+            *(c for rank in self.seen.values or () for c in rank if c.name not in frozen),
         ]
         differing = [
             c
@@ -343,12 +248,11 @@ class ObservationRun:
         return {c.name for c in differing if not (c.cast and c.max_rel <= ROUNDED)} - unusable
 
     def _collect_collectives(self) -> tuple[RankCollectives, ...]:
-        if self.training is None:
+        if self.seen.training is None:
             return tuple(
                 RankCollectives(rank.collectives or (), unknown=rank.unknown_operators) for rank in self.loaded
             )
-        with self.stopwatch.timing("collectives"):
-            steps = run_on(self.world, on_ranks.step_collectives.observe_step)
+        steps = run_on(self.world, on_ranks.step_collectives.observe_step)
         recorded = [step or (None, None, ()) for step in steps]
         return tuple(
             RankCollectives(rank.collectives or (), step, groups, (*rank.unknown_operators, *unknown))
@@ -362,25 +266,17 @@ class ObservationRun:
                 for record in (name, noise_of(name)):
                     record_at(self.folder, record).unlink(missing_ok=True)
 
-    def _reload(self) -> Reloading:
-        training = self.unavailable.get("training")
-        reloading = Reloading(
+    def _reload(self) -> None:
+        Reloading(
+            taken=self.taken,
             loads=Loads(self.world, self.load_again),
             reference_world=self.reference_world,
             data_world=self.data_world,
             rebuild_reference=partial(self._build_reference, "rebuilt"),
-            subject=self.subject,
-            inventory=self.inventory,
             folder=self.folder,
-            stopwatch=self.stopwatch,
-            reference=self.reference,
-            training_error=training if training is not None and training.error else None,
             reference_path=self._reference_path,
             steps=self.steps,
-            unavailable=unsupported(self.loaded),
-        )
-        reloading.take_all(self._wanted)
-        return reloading
+        ).take_all()
 
     @property
     def _recipe(self) -> Mapping[str, bytes]:
@@ -397,3 +293,14 @@ class ObservationRun:
     def _reference_path(self) -> str:
         """The path of the reference's values: its checkpoint, or the record of the model that it built."""
         return self._checkpoints.get("reference", self._record_path("values"))
+
+
+ONE_LOAD = (
+    Observation("memory", ObservationRun._measure_memory),
+    Observation("reference", ObservationRun._record_reference),
+    Observation("values", ObservationRun._compare_with_reference, needs=("reference",)),
+    Observation("verifier", ObservationRun._compare_with_verifier, uses=("reference",)),
+    Observation("draws", ObservationRun._describe_draws, uses=("reference",)),
+    Observation("training", ObservationRun._train, uses=("reference",)),
+    Observation("collectives", ObservationRun._collect_collectives),
+)

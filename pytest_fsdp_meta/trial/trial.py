@@ -13,12 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.evidence import Evidence, WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, WorldFacts, combine_subjects
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
-from pytest_fsdp_meta.trial.observations import ObservationRun
-from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute
+from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
+from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
+from pytest_fsdp_meta.trial.reloading import MORE_LOADS
+from pytest_fsdp_meta.trial.table import Taken, with_needed
 from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
@@ -95,7 +97,7 @@ class Trial:
             try:
                 watch = sorted({"collectives", "draws", "memory"} & set(wanted))
                 loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
-                return self._observe(world, loaded, loader, set(wanted), Path(folder))
+                return self._observe(world, loaded, loader, wanted, Path(folder))
             finally:
                 world.close()
                 self.outputs = world.outputs()
@@ -134,9 +136,20 @@ class Trial:
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
 
-    def _observe(self, world: World, loaded: list[Loaded], loader: Call, wanted: set[str], folder: Path) -> Evidence:
+    def _observe(
+        self, world: World, loaded: list[Loaded], loader: Call, wanted: Collection[str], folder: Path
+    ) -> Evidence:
         reference_world = self._single_rank_world("the reference")
+        gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library
+        facts = replace(world_facts(self.spec), devices=gpus, library=library)
+        inventory = tuple(rank.inventory for rank in loaded)
+        subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
+        if problem := next(iter(subject.unmatched.values()), ""):
+            raise LoaderFailed(problem)
+        seen = Evidence(facts, subject, inventory, tolerance=self._tolerance)
+        needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         run = ObservationRun(
+            taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
             world=world,
             reference_world=reference_world,
             verifier_world=self._single_rank_world("the verifier"),
@@ -146,21 +159,15 @@ class Trial:
             steps=self._steps,
             load_again=partial(self._load_again, folder, partial(_load, loader=loader)),
             selection=self._selection,
-            facts=world_facts(self.spec),
-            tolerance=self._tolerance,
             localise=self._localise,
-            stopwatch=self._stopwatch,
         )
-        if problem := next(iter(run.subject.unmatched.values()), ""):
-            raise LoaderFailed(problem)
         try:
-            run.take_all(wanted)
+            evidence = run.take_all()
         finally:
             reference_world.close()
-        if problem := unknown_attribute(run.subject, run.inventory, run.reference, loaded[0].checkpoints):
+        if problem := unknown_attribute(subject, inventory, evidence.reference, loaded[0].checkpoints):
             raise LoaderFailed(problem)
-        gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library
-        return run.evidence(replace(world_facts(self.spec), devices=gpus, library=library), self._tolerance)
+        return evidence
 
     def _single_rank_world(self, label: str) -> World:
         """Return a world of one rank that has not been started; the first observation that needs it starts it."""
