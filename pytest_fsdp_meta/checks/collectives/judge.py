@@ -7,8 +7,8 @@ from math import prod
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
+from pytest_fsdp_meta.judging.families import communication_check, sharding_check
 from pytest_fsdp_meta.judging.findings import Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
@@ -23,10 +23,9 @@ FSDP_OPS = ("all_gather", "reduce_scatter")
 PHASES = {"loading": "while loading", "step": "in one training step"}
 
 
-@check(
+@sharding_check(
     promise="no collective communicates a declared-unsharded parameter in forward and backward; its gradient may be "
     "reduced",
-    family="sharding",
     needs=["inventory", "collectives"],
     fields=["unsharded", "batch"],
     uses=["training"],
@@ -47,9 +46,8 @@ def unsharded_modules_are_not_gathered(view: View) -> Iterable[Finding]:
     _require_known(ranks)
 
 
-@check(
+@communication_check(
     promise="all ranks issue the same sequence of collectives while loading and in one training step",
-    family="communication",
     needs=["collectives"],
     uses=["training"],
     why="If one rank issues two broadcasts of the same shape in the other order, their values are swapped without an "
@@ -151,11 +149,9 @@ def _describe_collective(collective: Collective | None) -> str:
     return f"{'an' if collective.op[0] in 'aeiou' else 'a'} {collective.op}{tensors}{size}{reduction}{root}"
 
 
-@check(
+@communication_check(
     promise="one training step gathers and reduces each FSDP group only as often as its forward and backward need, and "
     "nothing else communicates its parameters",
-    family="communication",
-    needs=["inventory", "collectives"],
     fields=["batch"],
     uses=["training"],
     after=[MANIFEST, "collectives_match_on_every_rank"],

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.checks.tying.judge import broken_ties
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
+from pytest_fsdp_meta.judging.families import materialisation_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import name_ranks
 
@@ -23,10 +23,8 @@ def _on_meta(tensor: TensorFacts) -> Mismatch | None:
     return Mismatch("on meta", "materialised") if tensor.on_meta else None
 
 
-@check(
+@materialisation_check(
     promise="no parameter is on the meta device",
-    family="materialisation",
-    needs=["inventory"],
     why="A parameter on meta has no memory: its first use fails or, worse, it is never used and never saved.",
     cause="modules are materialised one by one and this one was left out, or its weight is not in the checkpoint",
     remedy="call to_empty() on the root after sharding, then load or initialise every parameter",
@@ -37,10 +35,8 @@ def no_meta_params(view: View) -> Iterable[Finding]:
         yield from view.findings_for(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
-@check(
+@materialisation_check(
     promise="no buffer is on the meta device",
-    family="materialisation",
-    needs=["inventory"],
     why="Buffers are easily forgotten: FSDP manages parameters only, and checkpoints omit non-persistent buffers.",
     cause="the loader materialises parameters only; FSDP does not manage buffers",
     remedy="materialise buffers too (to_empty() on the root) and recompute those that the checkpoint lacks",
@@ -51,10 +47,8 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
         yield from view.findings_for(name, [(rank, _on_meta(tensor)) for rank, tensor in facts])
 
 
-@check(
+@materialisation_check(
     promise="no tensor is left uninitialised",
-    family="materialisation",
-    needs=["inventory"],
     uses=["values"],
     after=[MANIFEST, NAMES, SHAPES],
     why="Uninitialised memory often holds plausible values: the model runs, is wrong, and differs between runs.",
@@ -145,10 +139,8 @@ def _misplaced(tensor: TensorFacts, device: str) -> Mismatch | None:
     return None if tensor.device == device else Mismatch(f"on {tensor.device}", f"on {device}")
 
 
-@check(
+@materialisation_check(
     promise="every parameter is on its rank's device, including the index, or on the CPU if declared offloaded",
-    family="materialisation",
-    needs=["inventory"],
     after=[MANIFEST, *META],
     why="A parameter on another rank's device uses that rank's memory; one on the CPU is copied in every forward.",
     cause="the device was given without an index, or it stayed on the device that the checkpoint was read to",
@@ -159,10 +151,8 @@ def params_on_rank_device(view: View) -> Iterable[Finding]:
     yield from _on_other_devices(view, "parameter")
 
 
-@check(
+@materialisation_check(
     promise="every buffer is on its rank's device, including the index",
-    family="materialisation",
-    needs=["inventory"],
     after=[MANIFEST, *META],
     why="The forward may copy a buffer from another device at every call, or fail only on the path that reads it.",
     cause="the buffer was created outside the context that sets the device, and FSDP moves parameters only",
@@ -173,10 +163,8 @@ def buffers_on_rank_device(view: View) -> Iterable[Finding]:
     yield from _on_other_devices(view, "buffer")
 
 
-@check(
+@materialisation_check(
     promise="modules register the same Parameter objects that FSDP2 manages",
-    family="materialisation",
-    needs=["inventory"],
     uses=["reference"],
     after=[MANIFEST, NAMES, SHAPES],
     why="FSDP gathers and reduces the old parameter; the new one, which the optimizer may hold, never learns.",

@@ -10,9 +10,9 @@ from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RankTrainingMode
 from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import coordinates
+from pytest_fsdp_meta.judging.families import random_numbers_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, joined_runs
 
@@ -27,10 +27,9 @@ class _Pair(NamedTuple):
     draws: tuple[Draw, Draw]
 
 
-@check(
+@random_numbers_check(
     promise="in training mode, ranks that compute the same activation draw the same random numbers for it, and ranks "
     "with other rows draw others",
-    family="random numbers",
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=BLOCKING_CHECKS,
@@ -198,9 +197,8 @@ def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: E
     yield Finding(first.module or None, ranks, actual, expected, detail, **explanation)
 
 
-@check(
+@random_numbers_check(
     promise="resume() restores the random state that each rank had when it saved",
-    family="random numbers",
     needs=["inventory", "training_mode", "continued", "resumed"],
     after=BLOCKING_CHECKS,
     why="A resumed run otherwise repeats the masks of the first steps, or gives all ranks those of rank 0, and no loss "

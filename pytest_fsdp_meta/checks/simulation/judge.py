@@ -9,8 +9,8 @@ from math import prod
 from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import TensorFacts, not_declared, sharded_dim, shards_data
+from pytest_fsdp_meta.judging.families import scale_check
 from pytest_fsdp_meta.judging.findings import Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import as_bytes, counted
 
@@ -23,9 +23,8 @@ EXPLAINING = ("nothing_left_unsharded", "dtensor_placements", "shards_tile_the_t
 NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=1024)"
 
 
-@check(
+@scale_check(
     promise="in a simulated world, no rank holds nothing of what the ranks should share (small tensors do not count)",
-    family="scale",
     needs=["inventory"],
     after=[MANIFEST, "dtensor_placements", "shards_tile_the_tensor"],
     why="A tensor whose dim is shorter than the number of ranks is shared by a few of them: these hold much more than "
@@ -100,10 +99,8 @@ def _bytes(tensor: TensorFacts) -> int:
     return prod(tensor.shape) * tensor.width
 
 
-@check(
+@scale_check(
     promise="in a simulated world, what a rank holds falls as the mesh grows",
-    family="scale",
-    needs=["inventory", "simulation"],
     after=[MANIFEST, *EXPLAINING],
     why="A model that fits on eight GPUs should fit on sixty-four with room for longer sequences; a part that does not "
     "fall is paid on every GPU.",
@@ -134,10 +131,8 @@ def _median(size: SimulatedSize) -> str:
     return f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
 
 
-@check(
+@scale_check(
     promise="in a simulated world, what a rank sends in a step does not grow with the mesh",
-    family="scale",
-    needs=["inventory", "simulation"],
     after=[MANIFEST, *EXPLAINING],
     why="FSDP sends as much per rank on a thousand ranks as on ten; traffic that grows with the ranks ends scaling.",
     cause="a collective gathers something from every rank: gradients, optimizer state or outputs",

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
 from pytest_fsdp_meta.evidence import TensorFacts, holding_stages
+from pytest_fsdp_meta.judging.families import structure_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import joined_runs, name_ranks
 
@@ -16,9 +16,8 @@ NAMES = "names_match_reference"
 SHAPES = "shapes_match_reference"
 
 
-@check(
+@structure_check(
     promise="names, shapes, dtypes, requires_grad and order of parameters and buffers agree on all ranks",
-    family="structure",
     needs=["inventory"],
     why="FSDP matches collectives by their order: ranks that disagree exchange the wrong bytes or hang.",
     cause="the loader depends on the rank when it builds, casts or freezes the model",
@@ -89,10 +88,8 @@ def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
                 yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}")
 
 
-@check(
+@structure_check(
     promise="no parameters or buffers are missing or extra",
-    family="structure",
-    needs=["inventory", "reference"],
     after=[MANIFEST],
     why="An extra bias is trained and saved; a missing one is silently left out of the forward.",
     cause="the sharded model and the reference are built from different configs, or a wrapper renames the tensors",
@@ -178,10 +175,8 @@ _BIAS: Explanation = {
 }
 
 
-@check(
+@structure_check(
     promise="every parameter and buffer has the same global shape as in the reference",
-    family="structure",
-    needs=["inventory", "reference"],
     after=[MANIFEST, NAMES],
     why="DTensor.from_local does not validate placements: wrong ones silently change the global shape.",
     cause="the placements do not fit the tensor (for example those of a 2-D weight used for a 3-D stack of experts), "
@@ -212,10 +207,8 @@ _REPLACED = (
 )
 
 
-@check(
+@structure_check(
     promise="every parameter and buffer has the same dtype as in the reference",
-    family="structure",
-    needs=["inventory", "reference"],
     after=[MANIFEST, NAMES, SHAPES],
     why="Norms, routers and rotary frequencies that are rounded to bfloat16 silently cost accuracy.",
     cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) included tensors that must "
@@ -235,9 +228,8 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
             )
 
 
-@check(
+@structure_check(
     promise="frozen parameters stay frozen and trainable parameters stay trainable",
-    family="structure",
     needs=["inventory"],
     fields=["reference or frozen"],
     uses=["reference"],
@@ -284,10 +276,8 @@ def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:
     return Mismatch("trainable", "frozen")
 
 
-@check(
+@structure_check(
     promise="parameters keep the custom attributes that Subject(kept_attributes=...) names",
-    family="structure",
-    needs=["inventory", "reference"],
     fields=["kept_attributes"],
     after=[MANIFEST, NAMES, SHAPES],
     why="Code that reads the attribute (what to shard, which gradients to reduce) silently does the opposite.",

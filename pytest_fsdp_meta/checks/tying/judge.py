@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_fsdp_meta.evidence import RankInventory
+from pytest_fsdp_meta.judging.families import tying_check
 from pytest_fsdp_meta.judging.findings import Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 from pytest_fsdp_meta.text import counted
 
 
-@check(
+@tying_check(
     promise="tied weights share one parameter or one storage on every rank",
-    family="tying",
-    needs=["inventory"],
     fields=["reference or tied"],
     uses=["reference"],
     after=["same_manifest_on_every_rank", "names_match_reference", "no_meta_params"],
@@ -44,9 +42,8 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
             yield Finding(group[0], apart, f"does not share storage with {others}", _tied_to(group))
 
 
-@check(
+@tying_check(
     promise="tied weights still share storage after training steps",
-    family="tying",
     needs=["inventory", "training"],
     uses=["reference"],
     after=[

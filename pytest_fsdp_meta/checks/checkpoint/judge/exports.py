@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, ROUNDING, describe_difference, equal_to_reference
 from pytest_fsdp_meta.evidence import Comparison, Export
+from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import View, ranks_by
 from pytest_fsdp_meta.text import clean_name, name_ranks
 
@@ -35,9 +35,8 @@ _NO_PART: Explanation = {
 }
 
 
-@check(
+@checkpoint_check(
     promise="the gathered state dict loads strictly into the reference and equals it, including tied weights",
-    family="checkpoint",
     needs=["inventory", "reference", "values", "export"],
     after=[*EQUAL, "tied_weights_share_storage", "state_dict_names_clean"],
     why="The exported checkpoint is the one that is published and served.",

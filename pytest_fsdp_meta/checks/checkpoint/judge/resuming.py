@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, diverging_names
+from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
@@ -34,9 +34,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-4, "bfloat16": 2e-
 both runs, nearly bit for bit."""
 
 
-@check(
+@checkpoint_check(
     promise="the optimizer's state survives saving and loading, including that of frozen and empty parameters",
-    family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
     why="Lost momenta show as a bump in the loss, if at all.",
@@ -151,9 +150,8 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
                 yield Mismatch(f"{key}={loaded.get(key, 'nothing')} {where}", f"{saved.get(key, 'nothing')}, as saved")
 
 
-@check(
+@checkpoint_check(
     promise="the scheduler's state, and what is kept beside the model, survive saving and loading",
-    family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[*SOUND, "tied_weights_share_storage", "load_is_repeatable", "dcp_round_trip"],
     why="A resumed run starts its schedule, its average or its rounding errors from the beginning, and looks healthy.",
@@ -218,10 +216,9 @@ _STARTS_AGAIN: Explanation = {
 }
 
 
-@check(
+@checkpoint_check(
     promise="training after saving and loading has the losses and learning rates of the uninterrupted run, and the "
     "same frozen and tied parameters",
-    family="checkpoint",
     needs=["inventory", "continued", "resumed"],
     after=[
         *(*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"),

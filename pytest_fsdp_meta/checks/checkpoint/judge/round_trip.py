@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
+from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
@@ -32,9 +32,8 @@ ROUNDING = 1e-2
 """Relative: error allowed to a loader that casts, against a reference that does not."""
 
 
-@check(
+@checkpoint_check(
     promise="loading twice, in fresh worlds, gives bit-identical models",
-    family="checkpoint",
     needs=["inventory", "repetition"],
     after=MATERIALISED,
     why="A loader that does not repeat itself cannot be compared with any other run, and its checkpoints cannot be "
@@ -70,9 +69,8 @@ def _compare_loads(first: TensorFacts, second: TensorFacts | None, drawn: bool) 
     return Mismatch("different values in the second load", "the same as in the first")
 
 
-@check(
+@checkpoint_check(
     promise="the state dict has exactly the reference's keys, without prefixes of wrappers",
-    family="checkpoint",
     needs=["inventory", "reference", "state_dict"],
     after=["same_manifest_on_every_rank", "names_match_reference"],
     why="Code that loads the checkpoint by name does not find a renamed weight, and often does not report it.",
@@ -115,10 +113,9 @@ _WRAPPED: Explanation = {
 }
 
 
-@check(
+@checkpoint_check(
     promise="saving and loading into a fresh model restores every tensor bit for bit, including empty parameters and "
     "_extra_state",
-    family="checkpoint",
     needs=["inventory", "saved", "restored"],
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
@@ -197,10 +194,9 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     return list(dict.fromkeys(name for (name, _), digests in places.items() if len(digests) > 1))
 
 
-@check(
+@checkpoint_check(
     promise="a checkpoint saved in this world loads with equal values in a world of another size, of the model and of "
     "the optimizer, if it has one",
-    family="checkpoint",
     needs=["inventory", "reference", "values", "resharded"],
     uses=["saved", "restored", "continued", "resumed"],
     after=[*EQUAL, "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],

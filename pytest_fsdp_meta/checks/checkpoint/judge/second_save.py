@@ -8,13 +8,13 @@ from typing import NamedTuple
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
+from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import (
     first_not_finite,
     format_losses,
     leave_not_finite,
 )
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
 
 CURRENT = "the current values"
@@ -28,9 +28,8 @@ class _Saves(NamedTuple):
     loaded: RankResumed
 
 
-@check(
+@checkpoint_check(
     promise="a checkpoint that is saved after more training has the values of that moment, not those of an earlier one",
-    family="checkpoint",
     needs=["inventory", "continued", "saved_again", "restored_again"],
     after=[
         *(*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"),

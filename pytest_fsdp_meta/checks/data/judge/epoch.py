@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pytest_fsdp_meta.evidence import Epoch, RankBatches, splits_sequence
+from pytest_fsdp_meta.judging.families import data_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import counted, name_ranks
 
@@ -29,10 +29,9 @@ class _Part(NamedTuple):
     rows: Counter[str]
 
 
-@check(
+@data_check(
     promise="data-parallel ranks see different rows of the author's data and all of them once in an epoch, and the "
     "ranks of one data-parallel index see the same rows",
-    family="data",
     needs=["inventory", "batches"],
     why="Training on repeated or missing rows is a little worse, and never fails; different rows along tp are noise.",
     cause="the ranks do not take their parts from one order of the whole data",

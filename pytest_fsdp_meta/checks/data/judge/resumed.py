@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.data.judge.epoch import DATA
 from pytest_fsdp_meta.evidence import RankBatches
+from pytest_fsdp_meta.judging.families import data_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted
 
@@ -30,9 +30,8 @@ class _Run(NamedTuple):
     place: int
 
 
-@check(
+@data_check(
     promise="after saving within an epoch and resuming, each rank sees the batches that would have come next",
-    family="data",
     needs=["inventory", "batches", "batches_resumed"],
     why="A run that restarts often then trains on some rows several times and never on others.",
     cause="the state of the loader, its sampler or its dataset is saved or loaded in part",

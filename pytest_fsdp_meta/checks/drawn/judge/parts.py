@@ -20,8 +20,8 @@ from pytest_fsdp_meta.checks.drawn.judge.fans import (
 from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import splits_experts
 from pytest_fsdp_meta.checks.values.judge.slices import BASIC
 from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
+from pytest_fsdp_meta.judging.families import values_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import name_ranks
 
@@ -43,9 +43,8 @@ class Tested(NamedTuple):
     fans: list[Fan]
 
 
-@check(
+@values_check(
     promise="other parts and other tensors are drawn with other numbers, with the spread of the whole tensor's size",
-    family="values",
     needs=["inventory", "draws"],
     after=[*BASIC, "replicas_equal"],
     fields=["drawn"],

@@ -9,8 +9,8 @@ from math import prod
 from pytest_fsdp_meta.checks.collectives.facts import COPIES, RankMemory
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim
+from pytest_fsdp_meta.judging.families import memory_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 from pytest_fsdp_meta.text import counted, name_ranks
 
@@ -28,10 +28,8 @@ LEAST = 512
 """Bytes by which storages may exceed their tensors in total; alignment explains less."""
 
 
-@check(
+@memory_check(
     promise="the storage behind a shard is about as large as the shards in it, even if the shard is a view",
-    family="memory",
-    needs=["inventory"],
     after=[MANIFEST],
     why="A shard that is a view keeps the full tensor alive: the model is sharded but saves no memory.",
     cause="the shard is a view of the full tensor, which keeps the whole storage alive",
@@ -113,9 +111,8 @@ class _Sizes:
 BY_SLICES = "build the model on meta, shard it, call to_empty(), then read only the rank's own slices"
 
 
-@check(
+@memory_check(
     promise="no rank holds the whole model while loading, unless declared (memory-mapped files do not count)",
-    family="memory",
     needs=["inventory", "memory"],
     after=[MANIFEST],
     why="A loader that holds the whole model on a rank fails for models that need sharding.",

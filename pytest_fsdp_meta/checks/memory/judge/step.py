@@ -10,8 +10,8 @@ from math import prod
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import splits_experts
+from pytest_fsdp_meta.judging.families import memory_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import fold_names, name_ranks
 
@@ -26,10 +26,9 @@ BLOCK = re.compile(r"^(?P<stack>(?:.*?\.)?)(?P<index>[0-9]+)\.(?P<rest>.+)$")
 """The name of a tensor in a numbered block, such as "model.layers." "3" "mlp.weight"; inner numbers are in the rest."""
 
 
-@check(
+@memory_check(
     promise="a training step gathers one group at a time where the model has repeated blocks, and keeps for the "
     "backward at most about what the reference keeps for the same rows",
-    family="memory",
     needs=["inventory", "training"],
     fields=["batch"],
     uses=["reference"],

@@ -17,16 +17,14 @@ from pytest_fsdp_meta.judging.expectations import (
     is_split,
     is_whole,
 )
+from pytest_fsdp_meta.judging.families import sharding_check
 from pytest_fsdp_meta.judging.findings import Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority
 from pytest_fsdp_meta.text import first_of, name_ranks
 
 
-@check(
+@sharding_check(
     promise="parameters declared unsharded are whole on every rank, as plain or replicated tensors",
-    family="sharding",
-    needs=["inventory"],
     fields=["unsharded"],
     uses=["reference"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED],
@@ -58,10 +56,8 @@ def _split(view: View, tensor: TensorFacts) -> Mismatch:
     return found._replace(cause=cause, remedy="set the attribute again after the parameter is re-created, then shard")
 
 
-@check(
+@sharding_check(
     promise="no parameter is whole on every rank unless declared",
-    family="sharding",
-    needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED],
     why="An unsharded parameter takes its full size on every rank, and its gradients may never be reduced.",
     cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or its mesh has one rank",
@@ -99,11 +95,9 @@ def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) ->
     return mismatch if mismatch is not None and mismatch.expected.startswith(SHARDED) else None
 
 
-@check(
+@sharding_check(
     promise="every parameter has the declared placements; by default it is replicated over dp_replicate and sharded "
     "over the other data-parallel mesh dimensions",
-    family="sharding",
-    needs=["inventory"],
     after=[MANIFEST, NAMES, SHAPES, MANAGED, "unsharded_modules_stay_whole", "nothing_left_unsharded"],
     why="Shards on a wrong dim hold other elements; a forgotten mesh dimension leaves redundant, unreduced copies.",
     cause="its module was not passed to fully_shard() or parallelize_module(), was ignored, or was sharded on another "

@@ -10,8 +10,8 @@ from pytest_fsdp_meta.checks.materialisation.judge import MANAGED
 from pytest_fsdp_meta.checks.sharding.facts.numbering import mesh_and_place, order_of, possible_orders
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
+from pytest_fsdp_meta.judging.families import sharding_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of
 
@@ -24,10 +24,8 @@ Flaw = tuple[tuple[int, ...], str, str]
 """Ranks, actual and expected of a finding."""
 
 
-@check(
+@sharding_check(
     promise="within each set of replicas, the shards of all ranks cover the global tensor exactly once",
-    family="sharding",
-    needs=["inventory"],
     after=[
         MANIFEST,
         NAMES,

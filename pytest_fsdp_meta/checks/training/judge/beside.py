@@ -7,18 +7,16 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, require_no_other_cause
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.text import first_of
 
 
-@check(
+@training_check(
     promise="weights that are averaged or copied beside the model are those of the training on one device",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="Averaged weights are what is evaluated and released, and nothing that is logged depends on them.",

@@ -9,6 +9,7 @@ from pytest_fsdp_meta.checks.training.judge.moved_buffers import changed_buffers
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -20,7 +21,6 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import limits_of
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import counted
 
@@ -28,10 +28,8 @@ SAME_FACTOR = 0.02
 """Relative: changes of a buffer by factors that differ by less have the same cause."""
 
 
-@check(
+@training_check(
     promise="buffers that training changes (statistics, counters, router biases) change as in the reference",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[
         *EXPLAINING_CHECKS,

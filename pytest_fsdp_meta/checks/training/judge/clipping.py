@@ -13,6 +13,7 @@ from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, 
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Clipping, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -25,7 +26,6 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit
 from pytest_fsdp_meta.judging.multiples import multiple
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
@@ -48,10 +48,8 @@ CLIP: Explanation = {
 }
 
 
-@check(
+@training_check(
     promise="the total gradient norm that clip_grad_norm_ computes equals the reference's on every rank",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[*EXPLAINING_CHECKS, "grad_parity"],
     why="A norm over a rank's own shards is too small, so gradients are clipped too late and differently on each rank.",
@@ -137,11 +135,9 @@ _WRONG_NORM: dict[bool, Explanation] = {
 """Explanation for a norm that is wrong alike on all ranks, by whether it is too large."""
 
 
-@check(
+@training_check(
     promise="on every rank, clipping to half of the norm leaves the gradients that it leaves on one device, and "
     "clipping to a bound above the norm changes none",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     fields=["clip_grad_norm"],
     after=[*EXPLAINING_CHECKS, "grad_parity", "grad_norm_parity"],

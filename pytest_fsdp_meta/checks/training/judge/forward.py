@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_fsdp_meta.evidence import StaleWeight
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
 
 
-@check(
+@training_check(
     promise="after each optimizer step, the weights that FSDP2 gathers for modules, and copies of weights through "
     "which gradients flow, have the updated values",
-    family="training",
     needs=["inventory", "training"],
     after=[*BLOCKING_CHECKS, "tied_weights_share_storage"],
     why="The optimizer updates the shards correctly, and a module still computes with old values: no error is raised. "

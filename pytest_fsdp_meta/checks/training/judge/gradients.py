@@ -11,6 +11,7 @@ from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -27,7 +28,6 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
 
 SCALED = 0.05
@@ -39,10 +39,8 @@ NOISE = 1e-7
 """Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 
 
-@check(
+@training_check(
     promise="each gradient equals the reference's in direction and size",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[*EXPLAINING_CHECKS, "forward_sees_current_weights"],
     why="Gradients that are scaled or not reduced train a worse model that looks fine; Adam hides a wrong scale.",

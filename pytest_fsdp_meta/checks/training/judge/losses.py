@@ -10,6 +10,7 @@ from pytest_fsdp_meta.checks.tracing.judge.origin import FORWARD, describe_origi
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model
 from pytest_fsdp_meta.judging.coordinates import sequence_places
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -27,7 +28,6 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance
 from pytest_fsdp_meta.judging.multiples import number_of, whole
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
 from pytest_fsdp_meta.text import first_of
 
@@ -38,10 +38,8 @@ CHANCE = 0.1
 """Fraction: if the tolerance covers more of the interval between whole numbers, a whole factor may be a coincidence."""
 
 
-@check(
+@training_check(
     promise="the losses of N ranks equal the reference's at every step",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity"],
     why="A forward that differs, or a wrong average over the ranks' losses, shows nowhere but in the loss curve.",

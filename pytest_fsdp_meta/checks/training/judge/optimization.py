@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
@@ -17,14 +18,12 @@ from pytest_fsdp_meta.judging.gates import (
     require_no_other_cause,
     require_same_forward,
 )
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of
 
 
-@check(
+@training_check(
     promise="the optimizer holds each trainable parameter of the model exactly once, and no frozen one",
-    family="training",
     needs=["inventory"],
     fields=["optimizer"],
     uses=["training"],
@@ -121,9 +120,8 @@ _FROZEN: Explanation = {
 }
 
 
-@check(
+@training_check(
     promise="frozen weights are bit-identical before and after training steps",
-    family="training",
     needs=["inventory", "training"],
     uses=["reference"],
     after=BLOCKING_CHECKS,
@@ -163,9 +161,8 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     return now is not None and None not in (now.digest, digest) and now.digest != digest
 
 
-@check(
+@training_check(
     promise="training changes every trainable tensor, every rank's shard of it and every row that got a gradient",
-    family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
     after=[*EXPLAINING_CHECKS, "forward_sees_current_weights", "grad_parity", "optimizer_owns_parameters"],

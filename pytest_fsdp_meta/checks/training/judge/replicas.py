@@ -12,18 +12,17 @@ from pytest_fsdp_meta.checks.training.judge.moved_buffers import (
 )
 from pytest_fsdp_meta.checks.training.judge.optimization import count_steps, inventories_after_steps
 from pytest_fsdp_meta.checks.values.judge.replicas import model_coordinates, replica_sets
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import EXPLAINING_CHECKS
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View, majority, ranks_by
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
 
 
-@check(
+@training_check(
     promise="replicated parameters and persistent buffers are bit-identical on all their ranks after training steps",
-    family="training",
     needs=["inventory", "training"],
     uses=["reference", "values", "verifier"],
     after=[*EXPLAINING_CHECKS, *WRONG_STEPS],

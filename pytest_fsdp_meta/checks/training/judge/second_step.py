@@ -10,6 +10,7 @@ from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, exc
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, SecondStep
 from pytest_fsdp_meta.judging.causes import Cases
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -25,15 +26,12 @@ from pytest_fsdp_meta.judging.limits import (
     gradients_beyond_rounding,
     limits_of,
 )
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 
 
-@check(
+@training_check(
     promise="if the first step moved the parameters as in the reference, each gradient of the second step equals the "
     "reference's",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=BEFORE_UPDATES,
     why="A gradient that is not zeroed, a forward that keeps old weights and a reduction that stays off show only from "

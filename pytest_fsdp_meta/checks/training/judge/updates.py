@@ -9,6 +9,7 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -27,7 +28,6 @@ from pytest_fsdp_meta.judging.limits import (
     loss_limits,
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 
 MOST_PERPENDICULAR = 0.35
@@ -37,10 +37,8 @@ SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
 
 
-@check(
+@training_check(
     promise="each parameter's update over the training steps equals the reference's",
-    family="training",
-    needs=["inventory", "reference", "training"],
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity"],
     why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",

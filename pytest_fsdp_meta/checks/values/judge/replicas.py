@@ -8,15 +8,14 @@ from pytest_fsdp_meta.checks.values.judge.slices import BASIC, describe_differen
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, sharded_dim, splits_model
 from pytest_fsdp_meta.judging.causes import ZEROS, Cases, is_zero, may_be_other_slice
 from pytest_fsdp_meta.judging.coordinates import coordinates
+from pytest_fsdp_meta.judging.families import values_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import name_ranks
 
 
-@check(
+@values_check(
     promise="replicated tensors (HSDP, TP-replicated, unsharded, buffers) are bit-identical on all their ranks",
-    family="values",
     needs=["inventory"],
     uses=["reference", "values", "verifier"],
     after=[*BASIC, "nothing_left_unsharded"],

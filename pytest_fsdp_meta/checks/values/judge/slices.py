@@ -16,8 +16,8 @@ from pytest_fsdp_meta.judging.causes import (
     is_zero,
 )
 from pytest_fsdp_meta.judging.expectations import is_whole
+from pytest_fsdp_meta.judging.families import values_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import first_of
 
@@ -36,10 +36,8 @@ REFERENCE, WHOLE, VERIFIER = "the reference's slice", "the reference", "the veri
 """What tensors are compared with, as messages name it: a shard, a whole tensor, a frozen one."""
 
 
-@check(
+@values_check(
     promise="every parameter shard is bit-identical to the reference's slice (within rounding if the loader casts)",
-    family="values",
-    needs=["inventory", "reference", "values"],
     after=[*BASIC, "replicas_equal"],
     why="A model with weights that were not loaded, or loaded into the wrong place, still trains.",
     cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
@@ -54,10 +52,8 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
     yield from _differences(view, names, view.evidence.values)
 
 
-@check(
+@values_check(
     promise="every buffer, persistent or not, equals the reference's buffer on every rank",
-    family="values",
-    needs=["inventory", "reference", "values"],
     after=[*BASIC, "replicas_equal"],
     why="Wrong rotary frequencies or masks still give a finite loss.",
     cause="the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype",
@@ -85,9 +81,8 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
             )
 
 
-@check(
+@values_check(
     promise="frozen weights equal the verifier's tensors that they were copied from",
-    family="values",
     needs=["inventory", "verifier"],
     after=[*BASIC, "replicas_equal"],
     why="A frozen weight is never trained, so an error in loading it is permanent.",
