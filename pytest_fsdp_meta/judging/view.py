@@ -126,8 +126,8 @@ class View:
         """Return the facts of a tensor with the ranks that have it."""
         return [(rank.rank, rank.by_name[name]) for rank in self.evidence.inventory if name in rank.by_name]
 
-    def findings_for(self, name: str, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
-        """Yield one finding for each distinct mismatch of a tensor; None stands for a rank without one."""
+    def findings_for(self, name: str | None, mismatches: Iterable[tuple[int, Mismatch | None]]) -> Iterator[Finding]:
+        """Yield one finding for each distinct mismatch of a tensor, or of none; ranks without one have None."""
         for found, ranks in ranks_by(mismatches).items():
             if found is not None:
                 yield Finding(name, ranks, found.actual, found.expected, cause=found.cause, remedy=found.remedy)

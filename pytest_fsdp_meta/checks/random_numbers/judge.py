@@ -13,7 +13,7 @@ from pytest_fsdp_meta.judging.coordinates import coordinates
 from pytest_fsdp_meta.judging.families import random_numbers_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.text import counted, joined_runs
 
 SEED_BY_SLICE = "torch.manual_seed(seed + <index of the data-parallel slice>)"
@@ -226,9 +226,7 @@ def random_numbers_resume(view: View) -> Iterable[Finding]:
         for kind in sorted(used - {OWN_GENERATOR})
     }
     for by_rank in problems.values():
-        for problem, ranks in ranks_by(by_rank).items():
-            if problem is not None and problem != _SEEDED_AGAIN:
-                yield Finding(None, ranks, *problem[:2], cause=problem.cause, remedy=problem.remedy)
+        yield from view.findings_for(None, (pair for pair in by_rank if pair[1] != _SEEDED_AGAIN))
     if any(problem == _SEEDED_AGAIN for by_rank in problems.values() for _, problem in by_rank):
         raise NotJudged("resume() seeds the generators with other seeds instead of restoring their states")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
-from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, diverging_names
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, changes, diverging_names
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
@@ -61,9 +61,7 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
     for name, mismatches in found.items():
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
-    settings = ((rank, mismatch) for rank, pair in pairs for mismatch in _compare_groups(*pair))
-    for group, ranks in ranks_by(settings).items():
-        yield Finding(None, ranks, group.actual, group.expected, **_RESET)
+    yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
 
 
 def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool) -> Explanation:
@@ -107,17 +105,12 @@ def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Itera
 def _compare_values(saved: Mapping[str, str], loaded: Mapping[str, str]) -> Iterator[Mismatch]:
     """Yield the numbers that differ, the keys with another dtype, and all others that differ."""
     differing: dict[tuple[str, str], list[str]] = {}
-    for key in {**saved, **loaded}:
-        old, new = saved.get(key, ""), loaded.get(key, "")
+    for key, old, new in changes(saved, loaded):
         numbers, dtypes = (_number_in(new), _number_in(old)), (_dtype_in(new), _dtype_in(old))
-        if old == new:
-            continue
         if all(numbers) and len(set(numbers)) > 1:
             yield Mismatch(f"{key} {numbers[0]} after loading", numbers[1])
-        elif all(dtypes) and len(set(dtypes)) > 1:
-            differing.setdefault(dtypes, []).append(key)
         else:
-            differing.setdefault(("", ""), []).append(key)
+            differing.setdefault(dtypes if all(dtypes) and len(set(dtypes)) > 1 else ("", ""), []).append(key)
     for (now, once), keys in differing.items():
         if now:
             yield Mismatch(f"{', '.join(keys)} in {now} after loading", once)
@@ -141,13 +134,13 @@ def _dtype_in(fingerprint: str) -> str:
 
 def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatch]:
     if len(before.groups) != len(after.groups):
-        yield Mismatch(f"{len(after.groups)} parameter groups after loading", f"{len(before.groups)}, as saved")
+        expected = f"{len(before.groups)}, as saved"
+        yield Mismatch(f"{len(after.groups)} parameter groups after loading", expected, **_RESET)
         return
     for number, (saved, loaded) in enumerate(zip(before.groups, after.groups, strict=True)):
-        for key in {**saved, **loaded}:
-            if saved.get(key) != loaded.get(key):
-                where = f"in the optimizer's group {number} after loading"
-                yield Mismatch(f"{key}={loaded.get(key, 'nothing')} {where}", f"{saved.get(key, 'nothing')}, as saved")
+        for key, old, new in changes(saved, loaded):
+            actual = f"{key}={new or 'nothing'} in the optimizer's group {number} after loading"
+            yield Mismatch(actual, f"{old or 'nothing'}, as saved", **_RESET)
 
 
 @checkpoint_check(
@@ -167,14 +160,12 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
             raise NotJudged("neither the scheduler nor what is kept beside the model has a state")
         raise NotDeclared("scheduler")
     by_rank = [] if "save" in view.evidence.subject.declared else _plain_and_unlike(before)
-    found = (
-        (rank, (name, mismatch))
-        for rank, (saved, loaded) in enumerate(zip(before, after, strict=True))
-        for name in {**saved.beside, **loaded.beside}
-        if name not in by_rank and (mismatch := _compare_beside(saved, loaded, name)) is not None
-    )
-    for (name, mismatch), ranks in ranks_by(found).items():
-        yield Finding(name, ranks, mismatch.actual, mismatch.expected, cause=mismatch.cause, remedy=mismatch.remedy)
+    found: dict[str, list[tuple[int, Mismatch]]] = {}
+    for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
+        for name, old, new in changes(saved.beside, loaded.beside):
+            found.setdefault(name, []).append((rank, _describe_beside(name, old, new, saved.rounded.get(name))))
+    for name in [name for name in found if name not in by_rank]:
+        yield from view.findings_for(name, found[name])
     if by_rank:
         raise PartlyJudged(
             f"{first_of(by_rank)} differs between the ranks, and torch.distributed.checkpoint keeps one rank's value; "
@@ -188,14 +179,12 @@ def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 
 
-def _compare_beside(saved: RankResumed, loaded: RankResumed, name: str) -> Mismatch | None:
-    old, new = saved.beside.get(name), loaded.beside.get(name)
-    if old == new:
-        return None
-    if old is None or new is None:
-        actual, expected = ("no state after loading", "a state") if new is None else ("a state after loading", "none")
-        return Mismatch(actual, f"{expected}, as saved")
-    if new == saved.rounded.get(name):
+def _describe_beside(name: str, old: str, new: str, rounded: str | None) -> Mismatch:
+    if not old:
+        return Mismatch("a state after loading", "none, as saved")
+    if not new:
+        return Mismatch("no state after loading", "a state, as saved")
+    if new == rounded:
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
     explanation = _STARTS_AGAIN if name.startswith("scheduler.") else {}
     for read in (_number_in, _dtype_in):

@@ -176,7 +176,13 @@ def _changed_on(name: str, before: Sequence[Mapping[str, str]], after: Sequence[
     load_is_repeatable reports names that only one of the two loads has.
     """
     pairs = enumerate(zip(before, after, strict=True))
-    return tuple(rank for rank, (old, new) in pairs if name in old and name in new and old[name] != new[name])
+    return tuple(rank for rank, (old, new) in pairs if name in old and new.get(name, old[name]) != old[name])
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (entry, old, new) for fingerprints that differ between two moments of a rank; "" where one lacks it."""
+    pairs = ((entry, old.get(entry, ""), new.get(entry, "")) for entry in {**old, **new})
+    return (change for change in pairs if change[1] != change[2])
 
 
 def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:

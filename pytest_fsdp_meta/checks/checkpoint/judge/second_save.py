@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
-from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, diverging_names
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
@@ -15,7 +15,7 @@ from pytest_fsdp_meta.judging.gates import (
     format_losses,
     leave_not_finite,
 )
-from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import NotJudged, View
 
 CURRENT = "the current values"
 
@@ -58,7 +58,7 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
         yield from view.findings_for(name, ((rank, _compare_states(saves, name)) for rank, saves in enumerate(ranks)))
         exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
         yield from view.findings_for(name, exports)
-    yield from _compare_rest(ranks)
+    yield from _compare_rest(view, ranks)
 
 
 def _changed(rank: _Saves) -> bool:
@@ -78,7 +78,7 @@ def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:
 
 def _compare_states(rank: _Saves, name: str) -> Mismatch | None:
     first, second, loaded = (run.state.get(name, {}) for run in rank)
-    wrong = [key for key in {**second, **loaded} if second.get(key) != loaded.get(key)]
+    wrong = [key for key, *_ in changes(second, loaded)]
     if not wrong:
         return None
     if not loaded:
@@ -105,7 +105,7 @@ def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | Non
     return Mismatch("state_dict() still returns the values of the first save", CURRENT)
 
 
-def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
+def _compare_rest(view: View, ranks: Sequence[_Saves]) -> Iterator[Finding]:
     """Compare what is not of one parameter: the extra state of modules, and the settings of the optimizer's groups.
 
     Both are judged where the first checkpoint restored them; another check reports where it did not.
@@ -115,17 +115,16 @@ def _compare_rest(ranks: Sequence[_Saves]) -> Iterator[Finding]:
         stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
         if stale:
             yield Finding(key, stale, "the second save has the state of the first", "the current state")
-    settings = ((rank, text) for rank, saves in enumerate(ranks) for text in _stale_settings(saves))
-    for (actual, expected), by in ranks_by(settings).items():
-        yield Finding(None, by, actual, expected)
+    settings = ((rank, found) for rank, saves in enumerate(ranks) for found in _stale_settings(saves))
+    yield from view.findings_for(None, settings)
 
 
-def _stale_settings(rank: _Saves) -> Iterator[tuple[str, str]]:
+def _stale_settings(rank: _Saves) -> Iterator[Mismatch]:
     for number, (first, second, loaded) in enumerate(zip(*(run.groups for run in rank), strict=False)):
-        for key in second:
-            if key in first and loaded.get(key) == first[key] != second[key]:
-                stale = f"the second save has {key}={loaded.get(key)} of the first in the optimizer's group {number}"
-                yield stale, f"the current {second[key]}"
+        for key, current, stale in changes(second, loaded):
+            if current and stale == first.get(key):
+                actual = f"the second save has {key}={stale} of the first in the optimizer's group {number}"
+                yield Mismatch(actual, f"the current {current}")
 
 
 _OTHERWISE: Explanation = {
