@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -168,14 +168,7 @@ class PackedOptimizer:
 
         Trainable parameters that are in no group join the first.
         """
-        names: dict[Parameter, set[str]] = {parameter: set() for parameter in trainable}
-        for name, _, tensor in named_tensors(model):
-            if tensor in names:
-                names[tensor].add(name)
-        members: list[list[Parameter]] = [[] for _ in self.groups]
-        for parameter, own_names in names.items():
-            own_groups = (number for number, (_, group_names) in enumerate(self.groups) if own_names & group_names)
-            members[next(own_groups, 0)].append(parameter)
+        members = _divide(model, trainable, [names for _, names in self.groups])
         filled = zip(self.groups, members, strict=True)
         groups = [{**options, "params": params} for (options, _), params in filled if params]
         try:
@@ -196,24 +189,30 @@ class Rebuilding:
 
     def __call__(self, trainable: Iterable[Parameter]) -> Optimizer:
         built = []
-        for packed, own in zip(self.packed, self._divide(trainable), strict=True):
+        names = [frozenset[str]().union(*(own for _, own in packed.groups)) for packed in self.packed]
+        for packed, own in zip(self.packed, _divide(self.model, trainable, names), strict=True):
             if own:
                 optimizer = packed.rebuild(self.model, own)
                 add_hooks(packed.hooks, optimizer, self.model, self.hooks_left_out.append)
                 built.append(optimizer)
         return built[0] if len(built) == 1 else JoinedOptimizer(built)
 
-    def _divide(self, trainable: Iterable[Parameter]) -> list[list[Parameter]]:
-        """Return the parameters of each optimizer, by name; the first one gets those of none."""
-        names: dict[int, set[str]] = {}
-        for name, _, tensor in named_tensors(self.model):
-            names.setdefault(id(tensor), set()).add(name)
-        held = [frozenset[str]().union(*(own for _, own in packed.groups)) for packed in self.packed]
-        divided: list[list[Parameter]] = [[] for _ in self.packed]
-        for parameter in trainable:
-            numbers = (number for number, own in enumerate(held) if own & names.get(id(parameter), set()))
-            divided[next(numbers, 0)].append(parameter)
-        return divided
+
+def _divide(model: Module, trainable: Iterable[Parameter], wanted: Sequence[Set[str]]) -> list[list[Parameter]]:
+    """Return the trainable parameters that have each set of names; the first set gets those that none has."""
+    names = _names_by_id(model)
+    divided: list[list[Parameter]] = [[] for _ in wanted]
+    for parameter in trainable:
+        numbers = (number for number, own in enumerate(wanted) if not own.isdisjoint(names.get(id(parameter), ())))
+        divided[next(numbers, 0)].append(parameter)
+    return divided
+
+
+def _names_by_id(model: Module) -> dict[int, set[str]]:
+    names: dict[int, set[str]] = {}
+    for name, _, tensor in named_tensors(model):
+        names.setdefault(id(tensor), set()).add(name)
+    return names
 
 
 def hooks_left_out(subject: Subject) -> tuple[str, ...]:
@@ -228,16 +227,13 @@ def pack_optimizer(optimizer: Optimizer, model: Module) -> bytes:
     Where that fails, pickle a function that raises the SubjectError when the reference builds its optimizer.
     """
     try:
-        packed = dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
+        return dumps(tuple(_pack_one(part, model) for part in parts_of_optimizer(optimizer)))
     except Exception as error:
-        packed = dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
-    return packed
+        return dumps(partial(_refuse, f"{type(error).__name__}: {error}"))
 
 
 def _pack_one(optimizer: Optimizer, model: Module) -> PackedOptimizer:
-    names: dict[int, set[str]] = {}
-    for name, _, tensor in named_tensors(model):
-        names.setdefault(id(tensor), set()).add(name)
+    names = _names_by_id(model)
     groups = tuple(
         (
             {key: value for key, value in group.items() if key not in BY_NAME},

@@ -229,6 +229,14 @@ def differing(ours: Tensor, theirs: Tensor) -> Tensor:
     return (ours != theirs) & ~((ours != ours) & (theirs != theirs))
 
 
+def all_equal(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two tensors have the same shape and elements; NaN equals NaN."""
+    ours, theirs = comparable(ours), comparable(theirs)
+    if ours.dtype == theirs.dtype and torch.equal(ours, theirs):
+        return True  # the usual case, and it needs no mask as large as the tensor
+    return ours.shape == theirs.shape and not bool(differing(ours, theirs).any())
+
+
 def comparable(tensor: Tensor) -> Tensor:
     """Return the same values in a dtype that torch can compare.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,23 +243,17 @@ def beside_for_reference(subject: Subject) -> dict[str, Any]:
 def declare_beside(subject: Subject, scheduler: Any, beside: Mapping[str, Any]) -> None:
     """Declare for the reference what the two functions above returned on rank 0."""
     packed = isinstance(scheduler, PackedFunction)
-    subject.scheduler = SchedulerCopy(scheduler, subject.model) if packed else scheduler
+    subject.scheduler = partial(_copy_scheduler, scheduler, subject.model) if packed else scheduler
     subject.beside = beside
 
 
-@dataclass
-class SchedulerCopy:
-    """``Subject.scheduler`` of the reference where the loader has built a scheduler."""
-
-    packed: PackedFunction
-    model: Module
-
-    def __call__(self, optimizer: Optimizer) -> Any:
-        try:
-            return unpack_function(self.packed, self.model, optimizer)
-        except Exception as error:
-            raise SubjectError(
-                SCHEDULER,
-                f"the reference cannot build the same scheduler ({first_line(error)}); declare a function: "
-                "scheduler=lambda optimizer: ...",
-            ) from None
+def _copy_scheduler(packed: PackedFunction, model: Module, optimizer: Optimizer) -> Any:
+    """Return the scheduler that the loader has built, for the reference's optimizer."""
+    try:
+        return unpack_function(packed, model, optimizer)
+    except Exception as error:
+        raise SubjectError(
+            SCHEDULER,
+            f"the reference cannot build the same scheduler ({first_line(error)}); declare a function: "
+            "scheduler=lambda optimizer: ...",
+        ) from None

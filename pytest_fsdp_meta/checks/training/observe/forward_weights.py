@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
+from pytest_fsdp_meta.checks.values.observe import all_equal
 from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import loss_of
@@ -81,7 +82,7 @@ class WeightWatch:
             held = weight.own_slice(module._parameters[name])
             if held is None or not held.numel() or not _is_comparable(held):
                 return
-            current = _equal(held, shard.to(held.device, held.dtype))
+            current = all_equal(held, shard.to(held.device, held.dtype))
         key = id(weight), id(module), name
         if current and self._step == 0:
             self._was_current.add(key)
@@ -111,11 +112,6 @@ class WeightWatch:
 
 def _is_comparable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.dtype in COMPUTED and not tensor.is_meta
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    """Whether all elements are equal; NaN equals NaN."""
-    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def _next_sequence_number() -> int:

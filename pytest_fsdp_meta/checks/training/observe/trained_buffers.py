@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta.checks.values.observe import comparable, compare, length, measure, read_part
+from pytest_fsdp_meta.checks.values.observe import all_equal, comparable, compare, length, measure, read_part
 from pytest_fsdp_meta.evidence import Comparison, Measure
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -63,7 +63,7 @@ def changed_since(values: Record, tensors: Iterable[tuple[str, Tensor]]) -> list
     return [
         (name, tensor)
         for name, tensor in tensors
-        if name in values and not _equal(local_part(tensor).cpu(), values.read_whole(name))
+        if name in values and not all_equal(local_part(tensor).cpu(), values.read_whole(name))
     ]
 
 
@@ -96,11 +96,6 @@ def _measure_movement(part: Part, values: Record, updated: Record, name: str) ->
     exact = not (now.dtype.is_floating_point or now.dtype.is_complex)
     grain = 0.0 if exact else torch.finfo(now.dtype).eps * max(length(old), length(new))
     return measure(ours, new, grain, elements=now.numel(), since=(old, old))
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    ours, theirs = comparable(ours), comparable(theirs)
-    return ours.shape == theirs.shape and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
 def broadcast_buffers(model: Module) -> tuple[str, ...]:
