@@ -5,7 +5,7 @@ torch. On a rank, ``current()`` returns its number, device and mesh.
 """
 
 from pytest_fsdp_meta.worlds.engine import Engine
-from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError
+from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError, cause_of
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError
 from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
@@ -44,6 +44,7 @@ __all__ = [
     "World",
     "WorldError",
     "WorldSpec",
+    "cause_of",
     "choose",
     "choose_simulated",
     "current",

@@ -80,6 +80,11 @@ class CallFailed(Exception):
         super().__init__(where)
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what the user's function raised if the error is a CallFailed, else the error itself."""
+    return error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+
+
 class Misuse(ValueError):
     """A mistake in the user's code or settings. Its message is complete, and no traceback is shown."""
 

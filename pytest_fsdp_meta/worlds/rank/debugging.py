@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from pytest_fsdp_meta.worlds.failures import CallFailed
+from pytest_fsdp_meta.worlds.failures import cause_of
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.system.terminal import PATH
 
@@ -51,8 +51,7 @@ def post_mortem(channel: Channel, error: BaseException, debugger: str) -> None:
 
     ``debugger`` is a class as "module:name", empty for ``pdb.Pdb``.
     """
-    if isinstance(error, CallFailed) and error.__cause__ is not None:
-        error = error.__cause__
+    error = cause_of(error)
     quits, why_not = False, ""
     try:
         with _borrowed_terminal(channel), suppress(KeyboardInterrupt):

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
 )
 from pytest_fsdp_meta.ranks.watching import watching
 from pytest_fsdp_meta.text import as_bytes, first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, current, doing
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, cause_of, current, doing
 from pytest_fsdp_meta.worlds.rank.preload import TORCH_ON_FORK
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
@@ -125,7 +125,7 @@ def without_values(what: str, instead: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, MemoryError, CallFailed) as error:
-        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        cause = cause_of(error)
         if file := NOT_MAPPED.search(str(cause)):
             raise Misuse(
                 f"{what} maps {as_bytes(int(file[1]))} of {file[2]} ({user_line(cause)}), and simulated ranks have no "

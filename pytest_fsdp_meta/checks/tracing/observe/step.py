@@ -35,7 +35,7 @@ from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
 from pytest_fsdp_meta.ranks.reproducible import reproducible
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, current, doing
+from pytest_fsdp_meta.worlds import SEED, cause_of, current, doing
 
 
 class NotTraceable(Exception):
@@ -121,7 +121,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
 
 
 def _describe(error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+    cause = cause_of(error)
     return f"{type(cause).__name__}: {first_line(cause)}"
 
 

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at, write_record
 from pytest_fsdp_meta.ranks.sending import PackedFunction, unpack_function
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import CallFailed
+from pytest_fsdp_meta.worlds import cause_of
 
 HALVINGS = 10
 """How often the bound is halved at most: a function that clips groups may return the norm of all of them."""
@@ -84,7 +84,7 @@ class ReferenceClipping:
             return None
 
     def _give_up(self, error: Exception) -> None:
-        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        cause = cause_of(error)
         self._clip, self.problem = None, f"raised {type(cause).__name__} there: {first_line(cause)}"
 
 

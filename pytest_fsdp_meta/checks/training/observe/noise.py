@@ -38,7 +38,7 @@ from pytest_fsdp_meta.ranks.reference_record import (
     write_record,
 )
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, current
+from pytest_fsdp_meta.worlds import SEED, cause_of, current
 
 NOISY = tuple(snapshot for snapshot in SNAPSHOTS if snapshot.noisy)
 OTHER_SEEDS = 1000
@@ -83,7 +83,7 @@ def train_nudged(
             noisy.take("accumulation")
     except Exception as error:
         state.pop("noise")
-        cause = error.__cause__ if isinstance(error, CallFailed) and error.__cause__ is not None else error
+        cause = cause_of(error)
         return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
     apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
     norm = abs((noisy.norm or 0.0) - (facts.norm or 0.0))
