@@ -7,7 +7,8 @@ have ended. Shapes are in elements, and sequences over ranks are in rank order.
 from pytest_fsdp_meta.checks.checkpoint.facts import Export, Resharded
 from pytest_fsdp_meta.checks.data.facts import Epoch, RankBatches
 from pytest_fsdp_meta.checks.drawn.facts import DrawnTensor, RankDraws, Spread
-from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import (
+from pytest_fsdp_meta.checks.sharding.facts import (
+    holding_stages,
     replicates,
     sharded_dim,
     shards_data,
@@ -16,7 +17,6 @@ from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import (
     splits_sequence,
     splits_stages,
 )
-from pytest_fsdp_meta.checks.sharding.facts.stages import holding_stages
 from pytest_fsdp_meta.checks.structure.facts import (
     MeshFacts,
     OptimizerFacts,
@@ -28,9 +28,7 @@ from pytest_fsdp_meta.checks.structure.facts import (
 from pytest_fsdp_meta.checks.training.facts import (
     Accumulation,
     Clipping,
-    Comparison,
     ForwardWeights,
-    Measure,
     Movement,
     Noise,
     OwnClipping,
@@ -40,6 +38,7 @@ from pytest_fsdp_meta.checks.training.facts import (
     TensorNoise,
     TrainedBuffers,
 )
+from pytest_fsdp_meta.checks.values.facts import Comparison, Measure
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
     Evidence,

@@ -8,16 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Export, RankResumed, RankSaved, RankStateDict, Resharded
-from pytest_fsdp_meta.checks.collectives.facts import RankCollectives, RankMemory
+from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.data.facts import Epoch, RankBatches
 from pytest_fsdp_meta.checks.drawn.facts import RankDraws
-from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import RankTrainingMode
-from pytest_fsdp_meta.checks.sharding.facts.stages import held_by_stages, stages_of
+from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, stages_of
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.checks.structure.facts import RankInventory
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
-from pytest_fsdp_meta.checks.training.facts import Comparison, OwnClipping, RankTraining
+from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining
+from pytest_fsdp_meta.checks.values.facts import Comparison
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pytest_fsdp_meta.checks.collectives.facts import Collective, RankMemory
+from pytest_fsdp_meta.checks.collectives.facts import Collective
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.checks.tracing.facts import AGREES, DEPARTS
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts

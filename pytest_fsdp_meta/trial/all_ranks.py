@@ -8,13 +8,13 @@ from itertools import product
 from math import prod
 from statistics import median_low
 
-from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import split_factor
-from pytest_fsdp_meta.checks.sharding.facts.numbering import (
+from pytest_fsdp_meta.checks.sharding.facts import (
     Order,
     mesh_and_place,
     order_of,
     place_of_rank,
     possible_orders,
+    split_factor,
 )
 from pytest_fsdp_meta.checks.simulation.facts import BytesOfRanks
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, sharded_dim

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.checks.collectives.facts import RankCollectives, RankMemory
+from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import (
     VALUES_CHECKS,
     Comparison,

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_meta.catalogue import Verdict
-from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives, RankMemory
-from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives
+from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
 from pytest_fsdp_meta.checks.simulation.facts import RankSize, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.evidence import (
     Accumulation,

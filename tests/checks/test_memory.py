@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from pytest_fsdp_meta.checks.collectives.facts import RankMemory
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from tests.checks.evidence_factory import (
     EMBEDDING,
     HEAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_fsdp_meta.checks.sharding.facts.stages import held_by_stages, holding_stages, stages_of
+from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, holding_stages, stages_of
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
 
 PAIRS = ((0, 1), (2, 3))

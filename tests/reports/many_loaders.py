@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import nan
 
-from pytest_fsdp_meta.checks.collectives.facts import RankMemory
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.reports.schema import CheckRecord, Curves, LoaderRecord, Report
 from tests.reports import report_factory as factory
 from tests.reports.report_factory import ROTARY, check, finding

@@ -8,7 +8,8 @@ from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.checks.collectives.facts import Collective, RankMemory
+from pytest_fsdp_meta.checks.collectives.facts import Collective
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.reports.history import with_history

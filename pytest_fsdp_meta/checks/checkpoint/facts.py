@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.structure.facts import PartFacts
-from pytest_fsdp_meta.checks.training.facts import Comparison
+from pytest_fsdp_meta.checks.values.facts import Comparison
 
 
 @dataclass(frozen=True)

@@ -30,3 +30,26 @@ class StepMemory:
     modules: Mapping[str, int] = field(default_factory=dict)
     groups: tuple[GatheredGroup, ...] = ()
     problem: str = ""
+
+
+COPIES = 2
+"""Times that a loader may hold its shards: in the model, and in the tensors that it copies into the model."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The peak memory of one rank while the loader ran, beyond what was allocated before it started.
+
+    Memory-mapped files do not count, because the system may drop their pages. ``host`` and ``device`` are peaks in
+    bytes; ``device`` is None if the ranks run on the CPU. ``whole`` is the largest number of elements held at one time,
+    on the host and the device, by tensors as large as whole parameters. ``beyond`` is the largest number of bytes
+    there that ``COPIES`` of this rank's own shards do not explain, counted only while at least the whole model was
+    held. ``timeline`` has the bytes held on the host as (seconds since the load began, bytes): every change, or the
+    peak of each interval.
+    """
+
+    host: int
+    whole: int = 0
+    beyond: int = 0
+    device: int | None = None
+    timeline: tuple[tuple[float, int], ...] = ()

@@ -1,4 +1,4 @@
-"""Evidence about values and training: shards compared with the reference, gradients, updates and losses."""
+"""Evidence about training: gradients, clipping, updates, buffers and losses."""
 
 from __future__ import annotations
 
@@ -8,39 +8,13 @@ from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
+from pytest_fsdp_meta.checks.values.facts import Comparison
 
 GRADIENTS = ("gradients", "second", "accumulated")
 BUFFERS = FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
 """Snapshots of gradients, and of buffers after the first and the last step; the others are of parameters."""
 UNKNOWN_DTYPE = "unknown"
 """The dtype of a loss that a step of the author's returned as a number."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A rank's shard and the same slice of the reference, compared as vectors.
-
-    ``actual`` and ``truth`` are the Euclidean norms of the shard and of the reference's slice, ``apart`` is the norm of
-    their difference, and ``dot`` their dot product. ``grain`` is the norm of an error of one rounding per element.
-    """
-
-    actual: float
-    truth: float
-    apart: float
-    dot: float
-    elements: int
-    grain: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        """The multiple of the reference that is nearest to the shard; zero if the reference is zero."""
-        return self.dot / self.truth**2 if self.truth else 0.0
-
-    @property
-    def residual(self) -> float:
-        """The norm of what that multiple does not explain, relative to the norm of the shard."""
-        square = self.actual**2 - (self.dot / self.truth) ** 2 if self.truth else self.actual**2
-        return max(square, 0.0) ** 0.5 / self.actual if self.actual else 0.0
 
 
 @dataclass(frozen=True)
@@ -55,44 +29,6 @@ class Movement:
     due: int
     still: int
     first: int | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A rank's own shard compared element by element with the same slice of the reference.
-
-    If the two cannot be compared (their shapes differ), only ``problem`` and ``should_be`` are set. ``cast`` says that
-    the reference was cast to the shard's dtype first. ``index`` is the *global* index of the first element that
-    differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and ``max_rel`` the largest differences.
-    """
-
-    name: str
-    equal: bool
-    elements: int = 0
-    differing: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    index: tuple[int, ...] | None = None
-    expected: float | None = None
-    actual: float | None = None
-    cast: bool = False
-    problem: str | None = None
-    should_be: str = ""
-    """What was expected instead of ``problem``."""
-    measure: Measure | None = None
-    """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
-    rounded: str = ""
-    """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
-    varied: bool = False
-    """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
-
-    @property
-    def relative(self) -> float:
-        """The distance, relative to the norm of the reference's slice; 0 without a measure, infinite for NaN."""
-        if self.measure is None or self.measure.apart == 0:
-            return 0.0
-        known = self.measure.truth and math.isfinite(self.measure.apart)
-        return self.measure.apart / self.measure.truth if known else math.inf
 
 
 @dataclass(frozen=True)

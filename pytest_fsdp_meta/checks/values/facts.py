@@ -1,11 +1,10 @@
-"""How far training may differ from the reference's, by dtype, where its noise was not measured.
-
-``smallest`` has the tolerances that need no measurement: no check rejects a smaller difference.
-"""
+"""Values of a rank compared with the reference's, and how far they may differ where its noise was not measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Relative error of a loss, by the coarsest dtype among the parameters and the dtypes they are cast to."""
@@ -16,5 +15,73 @@ UPDATE_TOLERANCE = {"float64": 1e-4, "float32": 2e-3, "float16": 0.2, "bfloat16"
 
 
 def smallest(by_dtype: Mapping[str, float], dtypes: Collection[str]) -> float:
-    """Return the tolerance of float64 if all of these dtypes have it, else that of float32."""
+    """Return the tolerance of float64 if all of these dtypes have it, else that of float32.
+
+    No check rejects a smaller difference.
+    """
     return by_dtype["float64" if dtypes and {"float64"}.issuperset(dtypes) else "float32"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A rank's shard and the same slice of the reference, compared as vectors.
+
+    ``actual`` and ``truth`` are the Euclidean norms of the shard and of the reference's slice, ``apart`` is the norm of
+    their difference, and ``dot`` their dot product. ``grain`` is the norm of an error of one rounding per element.
+    """
+
+    actual: float
+    truth: float
+    apart: float
+    dot: float
+    elements: int
+    grain: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """The multiple of the reference that is nearest to the shard; zero if the reference is zero."""
+        return self.dot / self.truth**2 if self.truth else 0.0
+
+    @property
+    def residual(self) -> float:
+        """The norm of what that multiple does not explain, relative to the norm of the shard."""
+        square = self.actual**2 - (self.dot / self.truth) ** 2 if self.truth else self.actual**2
+        return max(square, 0.0) ** 0.5 / self.actual if self.actual else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A rank's own shard compared element by element with the same slice of the reference.
+
+    If the two cannot be compared (their shapes differ), only ``problem`` and ``should_be`` are set. ``cast`` says that
+    the reference was cast to the shard's dtype first. ``index`` is the *global* index of the first element that
+    differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and ``max_rel`` the largest differences.
+    """
+
+    name: str
+    equal: bool
+    elements: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    index: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    cast: bool = False
+    problem: str | None = None
+    should_be: str = ""
+    """What was expected instead of ``problem``."""
+    measure: Measure | None = None
+    """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
+    rounded: str = ""
+    """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
+    varied: bool = False
+    """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
+
+    @property
+    def relative(self) -> float:
+        """The distance, relative to the norm of the reference's slice; 0 without a measure, infinite for NaN."""
+        if self.measure is None or self.measure.apart == 0:
+            return 0.0
+        known = self.measure.truth and math.isfinite(self.measure.apart)
+        return self.measure.apart / self.measure.truth if known else math.inf

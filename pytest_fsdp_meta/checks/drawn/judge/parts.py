@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.drawn.judge.fans import (
     weight_of,
     wrong_fan,
 )
-from pytest_fsdp_meta.checks.sharding.facts.mesh_dims import splits_experts
+from pytest_fsdp_meta.checks.sharding.facts import splits_experts
 from pytest_fsdp_meta.checks.values.judge.slices import BASIC
 from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
 from pytest_fsdp_meta.judging.families import values_check

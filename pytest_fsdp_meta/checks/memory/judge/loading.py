@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from pytest_fsdp_meta.checks.collectives.facts import COPIES, RankMemory
+from pytest_fsdp_meta.checks.memory.facts import COPIES, RankMemory
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim
 from pytest_fsdp_meta.judging.families import memory_check

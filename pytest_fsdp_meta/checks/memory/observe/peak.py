@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.collectives.facts import COPIES, RankMemory
+from pytest_fsdp_meta.checks.memory.facts import COPIES, RankMemory
 from pytest_fsdp_meta.ranks.adapters.dtensor import own_memory
 from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.mapped import MappedFiles

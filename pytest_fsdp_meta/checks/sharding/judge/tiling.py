@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.checks.materialisation.judge import MANAGED
-from pytest_fsdp_meta.checks.sharding.facts.numbering import mesh_and_place, order_of, possible_orders
+from pytest_fsdp_meta.checks.sharding.facts import mesh_and_place, order_of, possible_orders
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
 from pytest_fsdp_meta.judging.families import sharding_check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from pytest_fsdp_meta.checks.training.facts import LAST_BUFFERS
-from pytest_fsdp_meta.checks.training.judge.moved_buffers import (
+from pytest_fsdp_meta.checks.training.judge.buffers import (
     changed_buffers,
     comparable_buffers,
     moved_otherwise,

@@ -1,1 +1,0 @@
-"""Plain data of the topic sharding."""
