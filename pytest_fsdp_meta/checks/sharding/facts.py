@@ -40,6 +40,11 @@ def splits_experts(dim: str | None) -> bool:
     return dim is not None and (dim.lower() in EXPERT_DIMS or _ends(dim, "ep"))
 
 
+def is_expert(tensor: TensorFacts) -> bool:
+    """Return whether a tensor is an expert's, by its name or by the dimensions of its mesh."""
+    return "expert" in tensor.name or (tensor.mesh is not None and any(map(splits_experts, tensor.mesh.dims)))
+
+
 def splits_sequence(dim: str) -> bool:
     """Return whether ranks along a mesh dimension of this name may see different parts of the same rows.
 

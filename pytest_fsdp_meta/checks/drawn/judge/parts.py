@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.drawn.judge.fans import (
     weight_of,
     wrong_fan,
 )
-from pytest_fsdp_meta.checks.sharding.facts import splits_experts
+from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.values.judge.slices import BASIC
 from pytest_fsdp_meta.evidence import DrawnTensor, TensorFacts
 from pytest_fsdp_meta.judging.families import values_check
@@ -94,13 +94,13 @@ def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]
     """
     pairs = sum(len(parts) * (len(parts) - 1) // 2 for parts in by_name.values())
     by_dtensor = view.evidence.world.device_type == "cpu" and any(r.by_dtensor for r in view.evidence.draws or ())
+    has_reference = view.evidence.reference is not None
     for name, parts in by_name.items():
         for same, uneven in _repeated(parts):
             ranks = tuple(sorted(rank for part in same for rank in part.ranks))
-            undrawn = any(_reference_key(part.draw, uneven) is None for part in same)
-            if undrawn and view.evidence.reference is not None:
+            if has_reference and any(_reference_key(part.draw, uneven) is None for part in same):
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, but the reference does not draw it")
-            elif undrawn and any(_may_be_meant(part) for part in same):
+            elif not has_reference and any(map(_may_be_meant, same)):
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, which a reference could show to be meant")
             elif by_dtensor:
                 unknown.append(f"{name} is alike on {name_ranks(ranks)}, {BY_DTENSOR}")
@@ -118,7 +118,7 @@ def _may_be_meant(part: Drawn) -> bool:
     not repeat its rows.
     """
     facts = part.facts
-    if "expert" in part.draw.name or (facts.mesh is not None and any(map(splits_experts, facts.mesh.dims))):
+    if is_expert(facts):
         return True
     if facts.flat:
         return part.draw.own.distinct <= prod(facts.shape[1:])

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin
 from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first_departure, sort_by_backward
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts, splits_experts
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -239,9 +240,7 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
 
 
 def _is_expert(view: View, name: str) -> bool:
-    """Return whether the parameter is an expert's, by its name or by the dimensions of its mesh."""
-    meshes = (rank.by_name[name].mesh for rank in view.evidence.inventory if name in rank.by_name)
-    return "expert" in name or any(splits_experts(dim) for mesh in meshes if mesh is not None for dim in mesh.dims)
+    return any(is_expert(rank.by_name[name]) for rank in view.evidence.inventory if name in rank.by_name)
 
 
 _DIVIDE_EXPERTS = (
