@@ -91,7 +91,7 @@ class Timeline:
         """Why there is nothing to compare with."""
         self._repeated = repeated_in(*self.past)
         self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, list[Before]]]] = {}
-        """Loaders in several worlds, of which this run may have more -> what is known from earlier runs."""
+        """Loaders that ran in several worlds, here or in earlier runs -> what is known from earlier runs."""
 
     def compare(
         self, now: Report, is_selected: Callable[[str], bool], is_allowed: Callable[[str], bool]
@@ -124,11 +124,6 @@ class Timeline:
             for loader in now.loaders
         )
         return replace(now, loaders=loaders, earlier=tuple(runs))
-
-
-def with_history(now: Report, earlier: Iterable[Report]) -> Report:
-    """Return the report with the history of each check in these earlier ones."""
-    return Timeline(earlier).add_to(now)
 
 
 def _columns(past: Sequence[Report], repeated: frozenset[str]) -> list[_Column]:

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.ranks.layout import regions
-from pytest_fsdp_meta.reports.history import with_history
+from pytest_fsdp_meta.reports.history import Timeline
 from pytest_fsdp_meta.reports.schema import (
     SCHEMA,
     SKIPS,
@@ -49,6 +49,11 @@ HOSTILE = (
     "]]><!-- --\u2028",
     "lone \ud800 surrogate",
 )
+
+
+def with_history(now: Report, earlier: Iterable[Report]) -> Report:
+    """Return the report with the history of each check in these earlier ones."""
+    return Timeline(earlier).add_to(now)
 
 
 def header(**facts: object) -> Header:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.reports.compare import compare
-from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page.broke import Card, make_cards
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import FindingRecord, LoaderRecord, Report
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import check, finding, header, loader, raised, report
+from tests.reports.report_factory import check, finding, header, loader, raised, report, with_history
 
 CAUSE = {"cause": "it is a non-persistent buffer", "remedy": "recompute it"}
 

@@ -20,7 +20,6 @@ from pytest_fsdp_meta.reports.history import (
     describe_results,
     describe_since,
     is_flaky,
-    with_history,
 )
 from pytest_fsdp_meta.reports.io import FILE, read_report
 from pytest_fsdp_meta.reports.markdown import summarise_run
@@ -36,7 +35,7 @@ from pytest_fsdp_meta.reports.schema import (
     LoaderRecord,
     Report,
 )
-from tests.reports.report_factory import HOSTILE, LLAMA, check, finding, header, loader, report
+from tests.reports.report_factory import HOSTILE, LLAMA, check, finding, header, loader, report, with_history
 
 CHECK = "no_meta_params"
 NOW = datetime(2026, 11, 30, tzinfo=timezone.utc)

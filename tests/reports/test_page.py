@@ -18,7 +18,6 @@ import pytest
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.reports.compare import compare
-from pytest_fsdp_meta.reports.history import with_history
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import loss_chart
@@ -42,7 +41,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from tests.conftest import Project
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor
+from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor, with_history
 
 FETCHING = {"src", "srcset", "href", "xlink:href", "data", "poster", "action", "formaction", "background", "ping"}
 

@@ -250,7 +250,7 @@ class Probe:
         return bool(paths)
 
     def _guess(self, error: str) -> bool:
-        """Try a number for a part of which no use was seen; take it back if the loader fails as it did before."""
+        """Try a number for a part whose use was not seen; take it back if the loader fails as it did before."""
         if self._guessed is not None and error == self._last_error:
             self._guessed.expression = ""
         self._last_error = error

@@ -127,7 +127,7 @@ def signature_of(target: Any) -> dict[str, inspect.Parameter]:
 
 
 class Missing(AttributeError, KeyError):
-    """There is no such part: caught by loaders that have a default for it."""
+    """The part is missing; a loader that has a default for it catches this."""
 
     def __init__(self, part: Part) -> None:
         super().__init__(part.path)
