@@ -5,13 +5,11 @@ from pytest_fsdp_meta.checks.checkpoint.judge import round_trip as checkpoint
 from pytest_fsdp_meta.checks.collectives import judge as communication
 from pytest_fsdp_meta.checks.data.judge import epoch as batches
 from pytest_fsdp_meta.checks.data.judge import resumed as batches_resumed
-from pytest_fsdp_meta.checks.drawn.judge import parts as draws
+from pytest_fsdp_meta.checks.drawn import judge as draws
 from pytest_fsdp_meta.checks.materialisation import judge as materialisation
-from pytest_fsdp_meta.checks.memory.judge import loading as memory
-from pytest_fsdp_meta.checks.memory.judge import step as step_memory
+from pytest_fsdp_meta.checks.memory import judge as memory
 from pytest_fsdp_meta.checks.random_numbers import judge as random_numbers
-from pytest_fsdp_meta.checks.sharding.judge import placements as sharding
-from pytest_fsdp_meta.checks.sharding.judge import tiling
+from pytest_fsdp_meta.checks.sharding import judge as sharding
 from pytest_fsdp_meta.checks.simulation import judge as simulated_sizes
 from pytest_fsdp_meta.checks.structure import judge as structure
 from pytest_fsdp_meta.checks.training.judge import (
@@ -28,16 +26,15 @@ from pytest_fsdp_meta.checks.training.judge import (
 )
 from pytest_fsdp_meta.checks.training.judge import replicas as drift
 from pytest_fsdp_meta.checks.tying import judge as tying
-from pytest_fsdp_meta.checks.values.judge import replicas
-from pytest_fsdp_meta.checks.values.judge import slices as values
+from pytest_fsdp_meta.checks.values import judge as values
 from pytest_fsdp_meta.judging.engine import Verdict, describe_left_out, judge
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check, check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Selection, Unjudgeable, View
 
 FAMILIES = (
-    *(structure, materialisation, sharding, tiling, communication),
-    *(replicas, values, draws, tying, memory, step_memory),
+    *(structure, materialisation, sharding, communication),
+    *(values, draws, tying, memory),
     *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
     *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed, simulated_sizes),

@@ -8,7 +8,7 @@ from itertools import count
 
 from pytest_fsdp_meta.catalogue import Finding, Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
-from pytest_fsdp_meta.checks.memory.judge.loading import load_limits
+from pytest_fsdp_meta.checks.memory.judge import load_limits
 from pytest_fsdp_meta.checks.sharding.facts import sharded_dim
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.checks.drawn.judge.fans import Measured, can_tell, fans_of, limit, wrong_fan
+from pytest_fsdp_meta.checks.drawn.judge import Measured, can_tell, fans_of, limit, wrong_fan
 from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
 from tests.checks.evidence_factory import (
     EMBEDDING,

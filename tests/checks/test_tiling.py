@@ -182,7 +182,7 @@ def test_tensors_that_already_failed_are_not_judged_again(evidence, by):
 
 
 def test_each_pattern_of_shards_is_analysed_once(monkeypatch):
-    from pytest_fsdp_meta.checks.sharding.judge import tiling
+    from pytest_fsdp_meta.checks.sharding import judge as tiling
 
     counted = []
     flaw = tiling._flaw

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.checks.drawn.judge.fans import fans_of, limit, measure_ratio, wrong_fan
+from pytest_fsdp_meta.checks.drawn.judge import fans_of, limit, measure_ratio, wrong_fan
 from pytest_fsdp_meta.checks.drawn.observe import HEAD, SAMPLE, spread_of
 from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
 from pytest_fsdp_meta.loader.call import Call

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.training.judge.buffers import (
     moved_otherwise,
 )
 from pytest_fsdp_meta.checks.training.judge.optimization import count_steps, inventories_after_steps
-from pytest_fsdp_meta.checks.values.judge.replicas import model_coordinates, replica_sets
+from pytest_fsdp_meta.checks.values.judge import model_coordinates, replica_sets
 from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import EXPLAINING_CHECKS
