@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -110,7 +110,10 @@ def _judge(check: Check, run: _Run) -> Verdict:
     findings: list[Finding] = []
     reason = ""
     try:
-        findings.extend(_complete(check, finding, run) for finding in _run_check(check, view))
+        found = check.judge(view)
+        if isinstance(found, Finding):
+            raise TypeError("it returned a Finding; yield findings, or return a list of them")
+        findings.extend(_complete(check, finding, run) for finding in found)
     except Unjudgeable as error:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
@@ -188,10 +191,10 @@ def _traceback(error: Exception) -> str:
 
 def describe_left_out(left_out: dict[str, tuple[str, ...]]) -> str:
     """Describe left-out tensors: "not checked: 3 tensors that already failed no_meta_params (first: norm.weight)"."""
-    parts = []
-    for by, names in left_out.items():
-        parts.append(f"{counted(len(names), 'tensor')} that already failed {by} (first: {names[0]})")
-    return "not checked: " + ", ".join(parts)
+    return "not checked: " + ", ".join(
+        f"{counted(len(names), 'tensor')} that already failed {by} (first: {names[0]})"
+        for by, names in left_out.items()
+    )
 
 
 def _already_failed(check: Check, run: _Run) -> dict[str, str]:
@@ -227,13 +230,6 @@ def _trained_otherwise(check: Check, run: _Run) -> str:
         f"the reference trained from the loader's own values of {first_of(unreported)}; select the check that reports "
         f"them as well ({', '.join(VALUES_CHECKS.values())})"
     )
-
-
-def _run_check(check: Check, view: View) -> Iterable[Finding]:
-    found = check.judge(view)
-    if isinstance(found, Finding):
-        raise TypeError("it returned a Finding; yield findings, or return a list of them")
-    return found
 
 
 def _complete(check: Check, finding: Finding, run: _Run) -> Finding:

@@ -10,8 +10,8 @@ from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.limits import loss_limits, noise_lost
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 BLOCKING_CHECKS = (
@@ -165,15 +165,6 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     if not view.reference.unstable:  # loss_parity says so
         require_no_other_cause(view, message, first_forward=True)
     raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
-
-
-def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> None:
-    """Raise PartlyJudged if these differences pass only because the reference's world ended before its noise was known.
-
-    Call this last, in a check that found nothing.
-    """
-    if reason := noise_lost(view, by_dtype, differences):
-        raise PartlyJudged(reason)
 
 
 def format_losses(losses: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.checks.training.facts import BUFFERS, GRADIENTS, UNKNOWN_D
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Measure, Noise, TensorNoise
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.view import Selection, View
+from pytest_fsdp_meta.judging.view import PartlyJudged, Selection, View
 
 MARGIN = 2.0
 """How many times the noise a tensor may differ by. Right loaders reach 1.4; see benchmarks/results, "power"."""
@@ -174,16 +174,18 @@ def norm_limit(view: View, expected: float, own: bool = False) -> float:
     return max(_smallest(view, GRADIENT_TOLERANCE) * expected, LOSS_MARGIN * nudged)
 
 
-def noise_lost(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> str:
-    """Return why a judge cannot know whether relative ``differences`` that it accepts are rounding, else "".
+def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterable[float]) -> None:
+    """Raise PartlyJudged if relative ``differences`` pass only because the reference's world ended before its noise
+    was known: they are within the tolerance of the dtype at best.
 
-    The reference's world ended while the noise was measured, so they are within the tolerance of the dtype at best.
+    Call this last, in a check that found nothing.
     """
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise and run.noise.ended), "")
     largest = max(differences, default=0.0)
-    if not problem or _declared(view, view.check_id) or largest <= _smallest(view, by_dtype):
-        return ""
-    return f"measuring the reference's noise failed ({problem}), so a difference of {largest:.2g} may be an error"
+    if problem and not _declared(view, view.check_id) and largest > _smallest(view, by_dtype):
+        raise PartlyJudged(
+            f"measuring the reference's noise failed ({problem}), so a difference of {largest:.2g} may be an error"
+        )
 
 
 def _declared(view: View, check_id: str) -> bool:

@@ -96,20 +96,19 @@ def stages_of(mesh: Sequence[tuple[str, int]]) -> tuple[tuple[int, ...], ...]:
 
 def held_by_stages(stages: Sequence[Sequence[int]], inventory: Sequence[RankInventory]) -> tuple[str, ...]:
     """Return the tensors that all ranks of some stages have, and no rank of the others."""
-    names = dict.fromkeys(tensor.name for rank in inventory for tensor in rank.tensors)
-    return tuple(name for name in names if _is_by_stage(name, stages, inventory))
+    found = []
+    for name in dict.fromkeys(tensor.name for rank in inventory for tensor in rank.tensors):
+        by_rank = {rank.rank: name in rank.by_name for rank in inventory}  # of a simulated world, some ranks
+        held = [{by_rank[rank] for rank in ranks if rank in by_rank} for ranks in stages]
+        if {True} in held and {False} in held and {True, False} not in held:
+            found.append(name)
+    return tuple(found)
 
 
 def holding_stages(name: str, stages: Sequence[Sequence[int]], inventory: Sequence[RankInventory]) -> list[int]:
     """Return the numbers of the stages that have the tensor, on some rank at least."""
     holding = {rank.rank for rank in inventory if name in rank.by_name}
     return [number for number, ranks in enumerate(stages) if holding.intersection(ranks)]
-
-
-def _is_by_stage(name: str, stages: Sequence[Sequence[int]], inventory: Sequence[RankInventory]) -> bool:
-    by_rank = {rank.rank: name in rank.by_name for rank in inventory}  # of a simulated world, some ranks
-    held = [{by_rank[rank] for rank in ranks if rank in by_rank} for ranks in stages]
-    return {True} in held and {False} in held and {True, False} not in held
 
 
 Order = Sequence[tuple[str, int]]

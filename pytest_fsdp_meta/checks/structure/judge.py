@@ -188,23 +188,17 @@ _BIAS: Explanation = {
 def shapes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
     for name, facts in view.tensors("parameter", "buffer", only=reference):
-        shape = reference[name].shape
-        expected = f"{shape}, as in the reference"
-        yield from view.findings_for(
-            name, [(rank, None if t.shape == shape else _reshaped(t, expected)) for rank, t in facts]
-        )
+        yield from view.findings_for(name, [(rank, _compare_shape(t, reference[name].shape)) for rank, t in facts])
 
 
-def _reshaped(tensor: TensorFacts, expected: str) -> Mismatch:
-    if tensor.managed is False:
-        return Mismatch(f"shape {tensor.shape}", expected, *_REPLACED)
-    return Mismatch(f"shape {tensor.shape}", expected)
-
-
-_REPLACED = (
-    "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard",
-    "write into the DTensor, or re-create parameters before fully_shard()",
-)
+def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...]) -> Mismatch | None:
+    if tensor.shape == shape:
+        return None
+    found = Mismatch(f"shape {tensor.shape}", f"{shape}, as in the reference")
+    if tensor.managed is not False:
+        return found
+    cause = "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard"
+    return found._replace(cause=cause, remedy="write into the DTensor, or re-create parameters before fully_shard()")
 
 
 @structure_check(
@@ -241,26 +235,20 @@ def dtypes_match_reference(view: View) -> Iterable[Finding]:
     simulated="too",
 )
 def requires_grad_matches_reference(view: View) -> Iterable[Finding]:
-    declared = _parameters(view) & set(view.evidence.subject.frozen)
+    parameters = {t.name for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"}
+    declared = parameters & set(view.evidence.subject.frozen)
     reference = view.evidence.reference if declared else view.reference
     known = reference.inventory.by_name if reference is not None and reference.complete else None
     if known is None and not declared:
         raise NotJudged("a checkpoint does not record what is trainable; declare Subject(reference=<callable>)")
     for name, facts in view.tensors("parameter", only=declared if known is None else None):
         if name in declared:
-            yield from view.findings_for(name, [(rank, _thawed(tensor)) for rank, tensor in facts])
+            thawed = Mismatch("trainable", "frozen, as declared")
+            yield from view.findings_for(name, [(rank, thawed if t.requires_grad else None) for rank, t in facts])
         elif known is not None and name in known:
             yield from view.findings_for(
                 name, [(rank, _trainability(t, known[name].requires_grad)) for rank, t in facts]
             )
-
-
-def _parameters(view: View) -> set[str]:
-    return {tensor.name for rank in view.evidence.inventory for tensor in rank.tensors if tensor.kind == "parameter"}
-
-
-def _thawed(tensor: TensorFacts) -> Mismatch | None:
-    return Mismatch("trainable", "frozen, as declared") if tensor.requires_grad else None
 
 
 def _trainability(tensor: TensorFacts, expected: bool) -> Mismatch | None:

@@ -16,10 +16,9 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     explain_hooks_left_out,
     require_no_other_cause,
-    require_noise,
     require_same_forward,
 )
-from pytest_fsdp_meta.judging.limits import limits_of
+from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import counted

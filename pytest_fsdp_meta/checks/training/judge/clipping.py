@@ -20,11 +20,10 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     require_gradients,
     require_no_other_cause,
-    require_noise,
     require_same_forward,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit
+from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of

@@ -23,10 +23,9 @@ from pytest_fsdp_meta.judging.gates import (
     global_losses,
     require_gradients,
     require_no_other_cause,
-    require_noise,
     slice_losses,
 )
-from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance
+from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
 from pytest_fsdp_meta.text import first_of
