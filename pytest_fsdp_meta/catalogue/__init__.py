@@ -24,7 +24,6 @@ from pytest_fsdp_meta.checks.training.judge import (
     second_step,
     updates,
 )
-from pytest_fsdp_meta.checks.training.judge import replicas as drift
 from pytest_fsdp_meta.checks.tying import judge as tying
 from pytest_fsdp_meta.checks.values import judge as values
 from pytest_fsdp_meta.judging.engine import Verdict, describe_left_out, judge
@@ -35,7 +34,7 @@ from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, Partl
 FAMILIES = (
     *(structure, materialisation, sharding, communication),
     *(values, draws, tying, memory),
-    *(forward, gradients, clipping, optimization, drift, buffers, second_step, updates, losses, accumulation, beside),
+    *(forward, gradients, clipping, optimization, buffers, second_step, updates, losses, accumulation, beside),
     *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed, simulated_sizes),
 )

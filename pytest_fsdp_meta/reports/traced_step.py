@@ -6,8 +6,17 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
-from pytest_fsdp_meta.checks.tracing.judge.calls import AGREE, BETWEEN, DEPART, UNKNOWN, MergedCall, follow_step
-from pytest_fsdp_meta.checks.tracing.judge.origin import Place, describe_place, find_place
+from pytest_fsdp_meta.checks.tracing.judge import (
+    AGREE,
+    BETWEEN,
+    DEPART,
+    UNKNOWN,
+    MergedCall,
+    Place,
+    describe_place,
+    find_place,
+    follow_step,
+)
 from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, TracedStep
 
 NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}

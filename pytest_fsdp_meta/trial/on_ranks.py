@@ -17,21 +17,21 @@ R = TypeVar("R")
 
 CHECKS = "pytest_fsdp_meta.checks"
 ON_RANKS = (
-    *(f"{CHECKS}.checkpoint.observe.{name}" for name in ("round_trip", "saved_state", "export")),
+    *(f"{CHECKS}.checkpoint.observe.{name}" for name in ("round_trip", "saved_state", "state_dict")),
     *(f"{CHECKS}.training.observe.{name}" for name in ("training", "noise")),
-    *(f"{CHECKS}.data.observe.author_data", f"{CHECKS}.drawn.observe"),
+    *(f"{CHECKS}.data.observe", f"{CHECKS}.drawn.observe"),
     "pytest_fsdp_meta.ranks.preload:warm_up",
 )
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
 
 if TYPE_CHECKING:
-    from pytest_fsdp_meta.checks.checkpoint.observe import export, saved_state, state_dict
     from pytest_fsdp_meta.checks.checkpoint.observe import round_trip as checkpoint
-    from pytest_fsdp_meta.checks.collectives.observe import step as step_collectives
-    from pytest_fsdp_meta.checks.data.observe import author_data
+    from pytest_fsdp_meta.checks.checkpoint.observe import saved_state, state_dict
+    from pytest_fsdp_meta.checks.collectives import observe as step_collectives
+    from pytest_fsdp_meta.checks.data import observe as author_data
     from pytest_fsdp_meta.checks.drawn import observe as drawn_weights
     from pytest_fsdp_meta.checks.materialisation import observe as loading
-    from pytest_fsdp_meta.checks.random_numbers.observe import step as random_numbers
+    from pytest_fsdp_meta.checks.random_numbers import observe as random_numbers
     from pytest_fsdp_meta.checks.simulation.observe import load as simulation
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
@@ -48,19 +48,18 @@ else:
         def __getattr__(self, function: str) -> str:
             return f"{self._module}:{function}"
 
-    author_data = ObserverModule("data.observe.author_data")
+    author_data = ObserverModule("data.observe")
     checkpoint = ObserverModule("checkpoint.observe.round_trip")
     drawn_weights = ObserverModule("drawn.observe")
-    export = ObserverModule("checkpoint.observe.export")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
-    random_numbers = ObserverModule("random_numbers.observe.step")
+    random_numbers = ObserverModule("random_numbers.observe")
     reference = ObserverModule("training.observe.reference")
     saved_state = ObserverModule("checkpoint.observe.saved_state")
     simulated_step = ObserverModule("simulation.observe.step")
     simulation = ObserverModule("simulation.observe.load")
     state_dict = ObserverModule("checkpoint.observe.state_dict")
-    step_collectives = ObserverModule("collectives.observe.step")
+    step_collectives = ObserverModule("collectives.observe")
     traces = ObserverModule("tracing.observe.step")
     training = ObserverModule("training.observe.training")
     values = ObserverModule("values.observe")
@@ -70,7 +69,6 @@ __all__ = [
     "author_data",
     "checkpoint",
     "drawn_weights",
-    "export",
     "loading",
     "noise",
     "random_numbers",

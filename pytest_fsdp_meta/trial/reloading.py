@@ -38,7 +38,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, export, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, random_numbers, run_on, state_dict
 from pytest_fsdp_meta.trial.resharding import Recorded, record_saved, reshard_all, reshard_model
 from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
@@ -169,8 +169,8 @@ class Reloading(TableRun):
         if not self.reference_world.alive:
             self.rebuild_reference()  # its training, or measuring its noise, has ended its world
         folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
-        exports = self.loads.run_second(export.export, folder, from_parts)
-        return run_on(self.reference_world, export.compare_export, folder, self.reference_path, exports)[0]
+        exports = self.loads.run_second(state_dict.export, folder, from_parts)
+        return run_on(self.reference_world, state_dict.compare_export, folder, self.reference_path, exports)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well

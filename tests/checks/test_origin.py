@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, RankTrace, TracedCall
-from pytest_fsdp_meta.checks.tracing.judge.calls import follow_step
-from pytest_fsdp_meta.checks.tracing.judge.origin import Place, describe_origin, find_place
+from pytest_fsdp_meta.checks.tracing.judge import Place, describe_origin, find_place, follow_step
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from tests.checks.evidence_factory import healthy, on_runs, remeasured, verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed.fsdp  # registers the operators of FSDP2
 
-from pytest_fsdp_meta.checks.collectives.observe.recorder import FSDP_BUFFERS, FSDP_OTHERS, NAMESPACES, OPS, OTHERS
+from pytest_fsdp_meta.checks.collectives.observe import FSDP_BUFFERS, FSDP_OTHERS, NAMESPACES, OPS, OTHERS
 
 
 def test_every_operator_of_this_torch_is_known():

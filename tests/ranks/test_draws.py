@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
-from pytest_fsdp_meta.checks.random_numbers.observe.draws import DrawsInEvaluation, watching_draws
+from pytest_fsdp_meta.checks.random_numbers.observe import DrawsInEvaluation, watching_draws
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.generators import draw_from_all, read_states, seed_of, set_states
 from pytest_fsdp_meta.worlds import SEED

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, RankExport
-from pytest_fsdp_meta.checks.checkpoint.observe.export import compare_export, export
+from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import compare_export, export
 from pytest_fsdp_meta.evidence import Export, PartFacts
 from pytest_fsdp_meta.ranks.adapters.lookup import remember
 from pytest_fsdp_meta.ranks.assembly import AssembledRecord, put_together, write_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_fsdp_meta.checks.simulation.observe.grouped_products import GroupedProductsOfAnyDtype, product_shape
+from pytest_fsdp_meta.checks.simulation.observe.step import GroupedProductsOfAnyDtype, product_shape
 from pytest_fsdp_meta.ranks.torch_private import FakeTensorMode
 
 OFFSETS = (1, 4, 8)

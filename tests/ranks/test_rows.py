@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from pytest_fsdp_meta.checks.data.observe.rows import MOST_ROWS, digest_rows
+from pytest_fsdp_meta.checks.data.observe import MOST_ROWS, digest_rows
 from pytest_fsdp_meta.loader.subject import SubjectError
 
 X = torch.arange(12.0).view(3, 4)

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta.checks.collectives.facts import Collective
-from pytest_fsdp_meta.checks.collectives.observe.recorder import FSDP_BUFFERS, Recorder
-from pytest_fsdp_meta.checks.collectives.observe.step import StepTraffic, observe_step, watching_step
+from pytest_fsdp_meta.checks.collectives.observe import FSDP_BUFFERS, Recorder, StepTraffic, observe_step, watching_step
 from pytest_fsdp_meta.checks.memory.observe import peak as memory
 from pytest_fsdp_meta.checks.memory.observe.peak import POINTS, Change, Meter, Peak, find_peaks, make_timeline
 from pytest_fsdp_meta.ranks.mapped import MAPS, MappedFiles
@@ -233,7 +232,7 @@ def test_gathers_of_gradients_are_not_those_of_fsdp(stepping, others):
 def observe_unknown_buffers() -> tuple[list[bool], tuple[str, ...]]:
     """Record a step as if no operator of FSDP2 were known that fills buffers of reduce-scatters."""
     known = {name: op for name, op in FSDP_BUFFERS.items() if op != "reduce_scatter"}
-    with mock.patch("pytest_fsdp_meta.checks.collectives.observe.recorder.FSDP_BUFFERS", known):
+    with mock.patch("pytest_fsdp_meta.checks.collectives.observe.FSDP_BUFFERS", known):
         collectives, _, unknown = observe_one_step(1, False)
     return [c.by_fsdp for c in collectives if c.op == "reduce_scatter"], unknown
 

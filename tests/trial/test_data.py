@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
-from pytest_fsdp_meta.checks.data.observe.author_data import MOST_BATCHES
+from pytest_fsdp_meta.checks.data.observe import MOST_BATCHES
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import Trial

@@ -20,7 +20,7 @@ from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, WIDTH, 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.checks.tracing.facts import AGREES
-from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin, find_place
+from pytest_fsdp_meta.checks.tracing.judge import describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure

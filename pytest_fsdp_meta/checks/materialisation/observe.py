@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
-from pytest_fsdp_meta.checks.collectives.observe.recorder import Recorder
+from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference

@@ -29,7 +29,7 @@ from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched,
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
-from pytest_fsdp_meta.checks.random_numbers.observe.step import observing_resume, observing_save
+from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
 from pytest_fsdp_meta.checks.values.observe import compare_all

@@ -1,21 +1,38 @@
-"""Observe the state dict of the model: its keys, and fingerprints of what the author's function returns."""
+"""Observe state dicts: their keys, and the full one that is published, by the values in those of all ranks.
+
+torch gathers DTensors and takes whole tensors from rank 0. It cannot gather what an adapter describes, nor what only
+some ranks have: of these tensors, each rank records what its own state dict has, and the parts are put together in the
+world of the reference. All values come from state dicts, so what a hook does to them is seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankStateDict
+from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, RankExport, RankStateDict
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
+from pytest_fsdp_meta.checks.values.observe import comparable, compare, differing, read_part
+from pytest_fsdp_meta.evidence import Export, PartFacts
+from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import zero3
+from pytest_fsdp_meta.ranks.adapters.dtensor import fits, own_part, placed_like, sizes, with_elements
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.assembly import boxes_of, facts_of, record_parts, rows_of
 from pytest_fsdp_meta.ranks.batches import calling_field
-from pytest_fsdp_meta.ranks.inventory import unwrapped
+from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.worlds import current, doing
 
 EXTRA_STATE = "_extra_state"
 """The last part of the key under which torch saves the extra state of a module."""
@@ -61,3 +78,188 @@ def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
     except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it
         keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
         return keys, f"{type(error).__name__}: {first_line(error, 200)}"
+
+
+NAME = "export"
+"""The record of what rank 0 exports whole; each rank's parts are in another one."""
+NO_RANK = -1
+"""Instead of the rank that exports an element."""
+
+# On the ranks.
+
+
+def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
+    """Record what this rank exports in ``folder``.
+
+    Of the tensors ``from_parts``, each rank exports what its state dict has; all others are gathered, for rank 0.
+    """
+    subject, rank = resharded_subject(), current().rank
+    doing("gathering the state dict")
+    state: Mapping[str, Any]
+    if subject.state_dict is not None:
+        state = author_state_dict(subject)
+    elif from_parts:
+        state = get_model_state_dict(subject.model)
+    else:
+        state = get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tensors = {name: tensor for name, _, tensor in named_tensors(subject.model) if name in from_parts}
+    parts = parts_of(subject.model)
+    held = {name: parts.of(name, tensor) for name, tensor in tensors.items()}
+    # In the order of names, because ranks that redistribute or gather a DTensor have to do so together.
+    exported = {
+        name: _part_in(state[name], tensors.get(name), held.get(name))
+        for name in sorted(from_parts)
+        if isinstance(state.get(name), Tensor) and is_array(state[name])
+    }
+    gathered = [(key, whole) for key, whole in _gathered(state, exported) if rank == 0]
+    if rank == 0:
+        write_record(record_at(folder, NAME), gathered)
+    return RankExport(
+        tuple(state),
+        {name: facts_of(part) for name, part in held.items()},
+        record_parts(exported, _own_file(rank, folder)) if from_parts else {},
+    )
+
+
+def _part_in(value: Tensor, tensor: Tensor | None, held: Part | None) -> Part:
+    """Return which part of the whole tensor the value is; one that is neither whole nor a part is a whole by itself."""
+    if tensor is None or held is None:
+        return own_part(value)
+    if value.shape == tensor.shape:
+        value = placed_like(tensor, value)
+    # A DTensor laid out like the parameter has the parameter's elements, whatever its placements say.
+    alike = isinstance(tensor, DTensor) and isinstance(value, DTensor) and value.placements == tensor.placements
+    is_part = fits(value, held) and (alike or sizes(value) != held.shape)
+    return with_elements(held, value) if is_part else own_part(value)
+
+
+def _gathered(state: Mapping[str, Any], without: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    for key in sorted(state):
+        value = state[key]
+        if isinstance(value, DTensor) and key not in without:
+            value = value.to(value.device_mesh.device_type).full_tensor().cpu()
+        if isinstance(value, Tensor) and key not in without:
+            yield key, value
+
+
+def _own_file(rank: int, folder: str) -> Path:
+    return record_at(folder, f"{NAME}{rank}")
+
+
+# In the world of the reference.
+
+
+def compare_export(folder: str, record: str, exports: Sequence[RankExport]) -> Export:
+    """Load what the ranks recorded in ``folder`` into the reference, and compare each tensor with the ``record``."""
+    model, gathered, reference = current().state["reference"], Record(record_at(folder, NAME)), Record(record)
+    common = [name for name in gathered.names() if name in reference]
+    fitting = [name for name in common if gathered.shape(name) == reference.shape(name)]
+    state = {name: gathered.read_whole(name) for name in gathered.names() if name in fitting or name not in reference}
+    assembled = []
+    for found, whole in _put_together(folder, exports, reference):
+        assembled.append(found)
+        if whole is not None and (found.name not in reference or reference.shape(found.name) == tuple(whole.shape)):
+            state[found.name] = whole
+    loaded = model.load_state_dict(state, strict=False)
+    extra = {key for own in exports for key in own.keys if key.endswith(EXTRA_STATE)}
+    known = extra | set(common) | {found.name for found in assembled}
+    return Export(
+        missing=tuple(key for key in loaded.missing_keys if key not in known),
+        unexpected=tuple(loaded.unexpected_keys),
+        comparisons=tuple(compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common),
+        rounded={
+            name: gathered.dtype(name)
+            for name in fitting
+            if gathered.dtype(name) != reference.dtype(name)
+            and _rounds(getattr(torch, gathered.dtype(name)), reference.read_whole(name))
+        },
+        assembled=tuple(assembled),
+    )
+
+
+def _rounds(dtype: torch.dtype, values: Tensor) -> bool:
+    """Return whether this dtype cannot hold the values."""
+    if dtype == values.dtype:
+        return False
+    held = values.to(dtype).to(values.dtype)
+    return bool(((held != values) & (values == values)).any())
+
+
+def _put_together(
+    folder: str, exports: Sequence[RankExport], reference: Record
+) -> Iterator[tuple[Assembled, Tensor | None]]:
+    """Yield each tensor that ranks export in parts, and the whole if each part fits into one whole."""
+    names = list(dict.fromkeys(name for own in exports for name in own.exported))
+    records = [Record(_own_file(rank, folder)) for rank in range(len(exports))] if names else []
+    for name in names:
+        held = {rank: own.held[name] for rank, own in enumerate(exports) if name in own.held}
+        exported = {rank: own.exported[name] for rank, own in enumerate(exports) if name in own.exported}
+        exported = _without_what_is_gathered_already(held, exported)
+        parts = {rank: Part(records[rank].read_whole(name), *_fields(facts)) for rank, facts in exported.items()}
+        compared = tuple(_compared(rank, name, part, reference) for rank, part in parts.items())
+        if len({facts.shape for facts in (*exported.values(), *held.values())}) > 1:
+            yield Assembled(name, compared), None
+            continue
+        whole, found = _join(held, parts)
+        yield Assembled(name, compared, elements=whole.numel(), **found), whole
+
+
+def _fields(facts: PartFacts) -> tuple[Any, ...]:
+    return facts.shape, facts.regions, facts.flat
+
+
+def _without_what_is_gathered_already(
+    held: Mapping[int, PartFacts], exported: dict[int, PartFacts]
+) -> dict[int, PartFacts]:
+    """Return the export of the first rank that has the whole of what it holds in part: its author gathers by hand.
+
+    What the other ranks have beside it is not what is published.
+    """
+    for rank, facts in exported.items():
+        own = held.get(rank)
+        if facts.whole and (own is None or (not own.whole and own.shape == facts.shape)):
+            return {rank: facts}
+    return exported
+
+
+def _compared(rank: int, name: str, part: Part, reference: Record) -> ExportedPart:
+    if name not in reference:
+        return ExportedPart(rank)
+    comparison = compare(name, part, reference, name)
+    rounds = comparison.problem is None and _rounds(part.local.dtype, read_part(part, reference, name))
+    return ExportedPart(rank, comparison, str(part.local.dtype).removeprefix("torch.") if rounds else "")
+
+
+def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the whole tensor; and the elements that no rank exports, or several with different values."""
+    first = next(iter(parts.values()))
+    whole = torch.zeros(first.shape, dtype=first.local.dtype)
+    source = torch.full(first.shape, NO_RANK, dtype=torch.int16)
+    diverging, before = set[int](), set[int]()
+    for rank, part in parts.items():
+        facts = facts_of(part)
+        values, filled, known = rows_of(part.local, facts), rows_of(whole, facts), rows_of(source, facts)
+        for box, own in boxes_of(facts):
+            taken = known[box] != NO_RANK
+            if taken.any() and (apart := taken & _differs(filled[box], values[own].to(whole.dtype))).any():
+                diverging.add(rank)
+                before |= set(known[box][apart].tolist())
+            if not taken.all():
+                filled[box].copy_(values[own])
+                known[box].masked_fill_(~taken, rank)
+    absent = source == NO_RANK
+    found: dict[str, Any] = {"diverging": tuple(sorted(diverging)), "before": tuple(sorted(before))}
+    if absent.any():
+        lacking = (rank for rank, facts in held.items() if _has_any(absent, facts))
+        index = tuple(int(i) for i in absent.nonzero()[0])
+        found |= {"absent": int(absent.sum()), "index": index, "lacking": tuple(lacking)}
+    return whole, found
+
+
+def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
+    differs = differing(comparable(ours), comparable(theirs))
+    return differs.any(-1) if differs.ndim > ours.ndim else differs
+
+
+def _has_any(marked: Tensor, facts: PartFacts) -> bool:
+    return any(rows_of(marked, facts)[box].any() for box, _ in boxes_of(facts))

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.collectives.observe.recorder import GROUPS, INPUTS, NAMESPACES, OPS
+from pytest_fsdp_meta.checks.collectives.observe import GROUPS, INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import Meter, noting_resizes
 from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, ModuleTraffic, RankSize, SimulatedStep, Traffic
-from pytest_fsdp_meta.checks.simulation.observe.grouped_products import GroupedProductsOfAnyDtype
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of
@@ -27,6 +26,7 @@ from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer
 from pytest_fsdp_meta.ranks.torch_private import (
     FakeTensorMode,
+    TorchDispatchMode,
     is_in_backward,
     operator_arguments,
     operator_name,
@@ -251,3 +251,37 @@ def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, 
     for mesh in (*own, *worlds):
         for name in mesh.mesh_dim_names or ():
             yield mesh.get_group(name).group_name, (name,)
+
+
+GROUPED_PRODUCT = "_grouped_mm"
+
+
+class GroupedProductsOfAnyDtype(TorchDispatchMode):  # type: ignore[misc]
+    """Give grouped products of other dtypes their shape; what does not fit together is left to torch to refuse."""
+
+    supports_higher_order_operators = True
+    """Without it, flex attention and other higher-order operators refuse to run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs first, and multiplies what this rank has
+        if getattr(func, "namespace", "") == "aten" and operator_name(func) == GROUPED_PRODUCT:
+            given = operator_arguments(func, args, kwargs)
+            one, other = given["self"], given["mat2"]
+            shape = product_shape(one, other, given.get("offs"))
+            if one.dtype != torch.bfloat16 and shape is not None:
+                return torch.empty(shape, dtype=given.get("out_dtype") or one.dtype, device=one.device)
+        return func(*args, **kwargs)
+
+
+def product_shape(one: Tensor, other: Tensor, offsets: Tensor | None) -> tuple[int, ...] | None:
+    """Return the shape of the product of each group's rows, columns or matrices; None if these do not fit together."""
+    if one.ndim not in (2, 3) or other.ndim not in (2, 3) or one.shape[-1] != other.shape[-2]:
+        return None
+    rows, columns = one.shape[-2], other.shape[-1]
+    if one.ndim == other.ndim == 3:
+        return (len(one), rows, columns) if len(one) == len(other) and offsets is None else None
+    if offsets is None or any(tensor.ndim == 3 and len(tensor) != len(offsets) for tensor in (one, other)):
+        return None
+    return (len(offsets), rows, columns) if one.ndim == other.ndim else (rows, columns)

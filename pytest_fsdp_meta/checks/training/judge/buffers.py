@@ -1,4 +1,4 @@
-"""Check that the buffers which training changes follow the reference's."""
+"""Check that replicas are still equal after training steps, and that buffers follow the reference's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.training.judge.optimization import count_steps, inventories_after_steps
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
+from pytest_fsdp_meta.checks.values.judge import model_coordinates, replica_sets
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
@@ -20,11 +22,87 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted
 
+WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
+"""Checks whose failure may make the ranks step differently."""
 SAME_FACTOR = 0.02
 """Relative: changes of a buffer by factors that differ by less have the same cause."""
+
+
+@training_check(
+    promise="replicated parameters and persistent buffers are bit-identical on all their ranks after training steps",
+    needs=["inventory", "training"],
+    uses=["reference", "values", "verifier"],
+    after=[*EXPLAINING_CHECKS, *WRONG_STEPS],
+    why="Replicas that drift apart compute different outputs for the same rows, and full_tensor() shows only one of "
+    "them.",
+    cause="the replicas are stepped with different gradients, or by code that depends on the rank",
+    remedy="reduce gradients over every mesh dimension that replicates, and keep optimizer settings and hooks "
+    "independent of the rank",
+    references=["NVIDIA-NeMo/RL#3716", "NVIDIA/Megatron-LM#1446"],
+)
+def replicas_stay_equal(view: View) -> Iterable[Finding]:
+    after, judged = inventories_after_steps(view), False
+    changed = _judged_buffers(view)
+    for name, kind, held in _replicated(view, changed):
+        odd: dict[int, int] = {}
+        for ranks in held:
+            before = {view.evidence.inventory[rank].by_name[name].digest for rank in ranks}
+            # Ranks that differ before the steps hold no replica, or replicas_equal reports them.
+            if len(ranks) > 1 and len(before) == 1:
+                judged = True
+                odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
+        if odd and (kind == "parameter" or changed[name]):
+            rank, usual = min(odd.items())
+            actual = f"differs from its replicas after {count_steps(view)}"
+            detail = f"rank {rank} differs from rank {usual}"
+            explanation = _OWN_ROWS if kind == "buffer" else {}
+            yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
+    if not judged:
+        raise NotJudged("nothing is replicated: no two ranks hold the same part of a tensor")
+
+
+def _judged_buffers(view: View) -> dict[str, bool]:
+    """Map the persistent buffers that training changes to whether any rank's differs from the reference's.
+
+    Within the noise of the reference's, each rank may round them otherwise. Where gradients differ, so may statistics.
+    """
+    if set(WRONG_STEPS).intersection(view.failed):
+        return {}
+    changed = _changed_buffers(view)
+    reference = view.evidence.reference
+    trained = reference is not None and reference.after is not None
+    apart = _moved_otherwise(view, changed, LAST_BUFFERS) if trained else changed
+    return {name: name in apart for name in changed}
+
+
+def _replicated(view: View, changed: Collection[str]) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:
+    """Yield each parameter and each of these buffers with its kind and the ranks that hold the same part of it."""
+    for name, tensors in view.tensors("parameter"):
+        held = ranks_by(
+            (rank, tensor.regions) for rank, tensor in tensors if tensor.digest is not None and tensor.numel
+        )
+        yield name, "parameter", list(held.values())
+    places = model_coordinates(view)
+    for name, tensors in view.tensors("buffer", only=changed):
+        sets = replica_sets(view, tensors, places)
+        yield name, "buffer", [tuple(rank for rank, _ in ranks) for ranks in sets]
+
+
+_OWN_ROWS: Explanation = {
+    "cause": "each rank updates it from its own rows, and a checkpoint keeps the values of one rank",
+    "remedy": "reduce it over the data-parallel ranks (SyncBatchNorm for running statistics); or register it with "
+    "persistent=False if it is each rank's own",
+}
+
+
+def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
+    """Map each rank outside the majority to the first rank of the majority."""
+    usual = majority(digests)
+    first = next(rank for rank, digest in digests if digest == usual)
+    return {rank: first for rank, digest in digests if digest != usual}
 
 
 @training_check(
@@ -45,14 +123,14 @@ SAME_FACTOR = 0.02
 )
 def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    changed = changed_buffers(view)
+    changed = _changed_buffers(view)
     if not changed:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
     names = view.names("buffer", only=changed)
-    wrong, when = moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
+    wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
         wrong, when = (
-            moved_otherwise(view, names, LAST_BUFFERS),
+            _moved_otherwise(view, names, LAST_BUFFERS),
             f"after {counted(len(view.reference.losses or ()), 'step')}",
         )
         _leave_to_updates(view, runs, wrong)
@@ -120,7 +198,7 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     return {"cause": "; or ".join(causes), "remedy": "; or ".join(remedies)} if causes else {}
 
 
-def changed_buffers(view: View) -> set[str]:
+def _changed_buffers(view: View) -> set[str]:
     """Return the persistent buffers that the training changed on any rank or in the reference.
 
     Those that DDP overwrites with one rank's before each forward are left out: between forwards they may be anything.
@@ -139,12 +217,7 @@ def changed_buffers(view: View) -> set[str]:
     return changed.difference(*(run.buffers.broadcast for run in runs))
 
 
-def comparable_buffers(view: View) -> bool:
-    """Return whether the buffers were compared with those of a reference that was trained."""
-    return view.evidence.reference is not None and view.evidence.reference.after is not None
-
-
-def moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, Cases]:
+def _moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, Cases]:
     """Return the ranks whose buffers have moved otherwise than the reference's.
 
     ``when`` is FIRST_BUFFERS or LAST_BUFFERS.

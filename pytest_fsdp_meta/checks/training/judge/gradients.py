@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
-from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin
+from pytest_fsdp_meta.checks.tracing.judge import describe_origin
 from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first_departure, sort_by_backward
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge.origin import FORWARD, describe_origin
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model
 from pytest_fsdp_meta.judging.coordinates import sequence_places

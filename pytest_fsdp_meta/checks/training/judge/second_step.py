@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge.origin import describe_origin
+from pytest_fsdp_meta.checks.tracing.judge import describe_origin
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, SecondStep

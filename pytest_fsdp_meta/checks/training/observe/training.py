@@ -13,9 +13,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.collectives.observe.step import watching_step
+from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.random_numbers.observe.draws import DrawsInEvaluation
+from pytest_fsdp_meta.checks.random_numbers.observe import DrawsInEvaluation
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank

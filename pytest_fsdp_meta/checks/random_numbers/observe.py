@@ -1,4 +1,4 @@
-"""Watch which modules draw random numbers, from which state of a generator, and what the numbers are applied to."""
+"""Observe the random numbers of one step in training mode, and the generators around saving and loading."""
 
 from __future__ import annotations
 
@@ -13,10 +13,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
+from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RandomState, RankTrainingMode
+from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, loss_of, own_rows
 from pytest_fsdp_meta.ranks.bits import digest
-from pytest_fsdp_meta.ranks.generators import States, describe_state, read_states, seed_of
+from pytest_fsdp_meta.ranks.generators import (
+    States,
+    describe_state,
+    draw_from_all,
+    read_states,
+    seed_of,
+    set_states,
+)
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer
+from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.ranks.torch_private import (
     TorchDispatchMode,
     is_operator,
@@ -24,7 +39,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     operator_name,
 )
 from pytest_fsdp_meta.ranks.watching import tensors_in
-from pytest_fsdp_meta.worlds import SEED
+from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
@@ -163,3 +178,67 @@ def _address(tensor: Tensor) -> int:
 def _varies(tensor: Tensor) -> bool:
     values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
     return bool(values.numel() > 1 and (values != values.flatten()[0]).any())
+
+
+def observe_training_mode() -> RankTrainingMode:
+    """Run the author's step in training mode, or only a forward, which draws all that a plain step draws.
+
+    The author's step changes the model, so no other observation may follow on it.
+    """
+    rank, subject = current(), resharded_subject()
+    data_parallel = batch_slice(subject, rank)
+    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    drop_gradients(subject.model)
+    subject.model.train()
+    doing("a step in training mode")
+    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
+    with deterministic(), watching_draws(subject.model, rank.device) as watch:
+        _run_step(subject, rank, rows)
+        hidden = watch.hidden
+    reshard(subject.model)
+    return RankTrainingMode(data_parallel, tuple(watch.draws), hidden)
+
+
+def _run_step(subject: Subject, rank: Rank, rows: dict[str, object]) -> None:
+    # What is "beside" belongs to the optimizer that was made last.
+    made = rank.state.get("resumable") or rank.state.get("optimizer")
+    optimizer = None if subject.train_step is None else made or make_optimizer(subject)
+    if optimizer is None:
+        with torch.set_grad_enabled(any(parameter.requires_grad for parameter in subject.model.parameters())):
+            loss_of(subject, rows)
+    else:
+        beside = rank.state.get("beside") or make_beside(subject, optimizer)
+        handed = beside.arguments(subject, subject.train_step)
+        run_author_step(subject, optimizer, rows, 0, lambda: None, handed, training=True)
+
+
+@contextmanager
+def observing_save(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
+    """Enter into ``found`` the generators before and after the author's save().
+
+    They have the state of a training: that of the loader, advanced by another amount on each slice of the batch, since
+    rows of other lengths draw other amounts. Ranks of one slice stay as alike as the loader left them.
+    """
+    index, _ = batch_slice(subject, rank)
+    with _observing_generators(subject, rank, found, draws=1 + index):
+        yield
+
+
+@contextmanager
+def observing_resume(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
+    """Enter into ``found`` the generators before and after the author's resume(), which finds them as loaded."""
+    with _observing_generators(subject, rank, found, draws=0):
+        yield
+
+
+@contextmanager
+def _observing_generators(subject: Subject, rank: Rank, found: dict[str, RandomState], draws: int) -> Iterator[None]:
+    if subject.save is None:  # torch.distributed.checkpoint keeps no random state
+        yield
+        return
+    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)
+    draw_from_all(draws, rank.device)
+    before = read_states(rank.device)
+    yield
+    for kind, state in read_states(rank.device).items():
+        found[kind] = RandomState(describe_state(before[kind]), describe_state(state), seed_of(kind))
