@@ -20,8 +20,7 @@ from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
-from pytest_fsdp_meta.trial.table import Taken, with_needed
-from pytest_fsdp_meta.trial.timing import Stopwatch
+from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
 

@@ -35,7 +35,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.trial.world_sizes import other_size
+from pytest_fsdp_meta.trial.loads import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.world_help import is_running, trial_preload
 
