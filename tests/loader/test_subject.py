@@ -13,8 +13,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from pytest_fsdp_meta.evidence import combine_subjects
-from pytest_fsdp_meta.loader.placements import parse_placements, short_placement
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import parse_placements, short_placement
 
 PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
 BUFFERS = ["rotary.inv_freq"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.loader.placements import short_placement
+from pytest_fsdp_meta.loader.validation import short_placement
 from pytest_fsdp_meta.ranks.layout import regions as layout_regions
 from pytest_fsdp_meta.ranks.layout import slice_runs
 from pytest_fsdp_meta.ranks.subclasses import plain, wrapped
