@@ -58,22 +58,15 @@ def tiny_checkpoint(
 def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[PreTrainedConfig, Any]:
     """Return the config, and what builds a model from it."""
     if auto_class is AutoModelForCausalLM:
-        kind = _causal_lm(model_type)
-        return _own_config(kind, tiny_config(model_type, **sizes)), kind
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ValueError(f"{model_type!r} has no causal language model; CAUSAL_LMS lists the types that have one")
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        config = tiny_config(model_type, **sizes)
+        if isinstance(config, kind.config_class):
+            return config, kind
+        # The text decoder of a speech model takes the decoder's part of the config.
+        parts = (getattr(config, name) for name in config.sub_configs)
+        return next((part for part in parts if isinstance(part, kind.config_class)), config), kind
     config = tiny_config(model_type, **sizes)
     config.architectures = []  # where a type has several classes, from_config iterates over them, and fails on None
     return config, auto_class.from_config
-
-
-def _causal_lm(model_type: str) -> Any:
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"{model_type!r} has no causal language model; CAUSAL_LMS lists the types that have one")
-    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-
-
-def _own_config(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config that the model class takes: for the text decoder of a speech model, the decoder's part."""
-    if isinstance(config, kind.config_class):
-        return config
-    parts = (getattr(config, name) for name in config.sub_configs)
-    return next((part for part in parts if isinstance(part, kind.config_class)), config)

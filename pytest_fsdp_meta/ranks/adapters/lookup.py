@@ -186,7 +186,7 @@ def _faults(part: Part) -> Iterator[str]:
     placements, mesh = part.placements, part.mesh
     if placements is not None and mesh is None:
         yield f"Part(placements={placements}) needs mesh=... as well, or should have no placements"
-    elif placements is not None and len(mesh.shape) != len(placements):
+    elif placements is not None and mesh is not None and len(mesh.shape) != len(placements):
         yield f"Part(placements={placements}) should have one entry for each of the {len(mesh.shape)} dims of its mesh"
     yield from _wrong_regions(part)
     if part.gradient is not None and (problem := _describe_misfit(part.gradient, part)):
