@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,13 +30,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Unavailable
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
+from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.trial.loads import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import is_running, trial_preload
+from tests.trial_help import judge_all, observe
+from tests.world_help import is_running
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
@@ -73,17 +72,8 @@ def judged(
     function: Callable[..., Any], checks: Collection[str] = ALL, size: int = 2, timeout: float = 60, **arguments: Any
 ) -> dict[str, Verdict]:
     """Return the verdicts of these checks; only the observations that they read are taken."""
-    catalogue = built_in()
-    wanted: set[str] = set()
-    todo = list(checks)
-    while todo:
-        check = catalogue[todo.pop()]
-        wanted |= {*check.needs, *check.uses}
-        todo += check.after
-    trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), trial_preload(), steps=3, tolerance={})
-    packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-    evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
-    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+    evidence = observe(function, checks, mesh={"dp_shard": size}, timeout=timeout, arguments=arguments)
+    return judge_all(evidence, checks)
 
 
 def statuses(verdicts: dict[str, Verdict]) -> dict[str, str]:

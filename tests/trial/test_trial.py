@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.worlds import Rank
 from tests.checks.evidence_factory import findings_of
-from tests.world_help import trial_preload
+from tests.trial_help import judge_all, observe
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
 TRAINED = [check.id for check in built_in() if "training" in check.needs]
@@ -65,15 +63,11 @@ OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
 
 
 def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
-    evidence = observed(function)
-    catalogue = built_in()
-    return {check.id: judge(check, evidence, catalogue) for check in catalogue if {*check.needs} <= OBSERVED}
+    return judge_all(observed(function), [check.id for check in built_in() if {*check.needs} <= OBSERVED])
 
 
 def observed(function: Callable[[Rank], Subject]) -> Evidence:
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    loader = Call(cloudpickle.dumps(function), wants_rank="fsdp")
-    return trial.observe(loader, OBSERVED)
+    return observe(function, wanted=OBSERVED)
 
 
 def test_declared_frozen_parameters_are_frozen_in_the_reference():
@@ -165,10 +159,8 @@ def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_stored_evidence_gets_the_same_verdicts():
     evidence = observed(frozen_as_declared)
-    catalogue = built_in()
-    first = {check.id: judge(check, evidence, catalogue).status for check in catalogue}
     stored = pickle.loads(pickle.dumps(evidence))
-    assert {check.id: judge(check, stored, catalogue).status for check in catalogue} == first
+    assert judge_all(stored, built_in().ids()) == judge_all(evidence, built_in().ids())
 
 
 def wrong_batch(step: int) -> dict[str, Tensor]:
@@ -278,8 +270,7 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
 @pytest.mark.parametrize("make", [decaying, scheduled])
 def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
     evidence = observed(with_optimizer(make))
-    catalogue = built_in()
-    verdicts = {check.id: judge(check, evidence, catalogue) for check in catalogue}
+    verdicts = judge_all(evidence, built_in().ids())
     assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == set()
     assert verdicts[PARITY].status == "passed"
     assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
