@@ -15,7 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.trial.observations import ONE_LOAD
+from pytest_fsdp_meta.trial.reloading import MORE_LOADS
+from pytest_fsdp_meta.trial.table import with_needed
 from pytest_fsdp_meta.worlds import Rank
 from tests.checks.evidence_factory import findings_of
 from tests.trial_help import judge_all, observe
@@ -432,3 +436,24 @@ def test_an_unknown_attribute_without_a_similar_name():
     with pytest.raises(LoaderFailed) as caught:
         observed(keeping_attribute("zzz", mark=True))
     assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"
+
+
+ROWS = (*ONE_LOAD, *MORE_LOADS)
+"""The tables of observations."""
+
+
+def test_every_observation_has_a_row():
+    """The inventory comes with the load, the simulation is another trial, and "kept" serves "resharded" only."""
+    names = [row.name for row in ROWS]
+    assert sorted([*names, "inventory", "simulation"]) == sorted([*OBSERVATIONS, "kept"])
+
+
+def test_rows_follow_those_that_they_need_or_use():
+    names = [row.name for row in ROWS]
+    assert all(names.index(other) < index for index, row in enumerate(ROWS) for other in (*row.needs, *row.uses))
+
+
+def test_what_an_observation_needs_is_taken_too():
+    assert with_needed({"restored_again"}, ROWS) == {"restored_again", "saved_again", "continued", "state_dict"}
+    assert with_needed({"resharded"}, ROWS) == {"resharded", "kept", "state_dict", "reference"}
+    assert with_needed({"memory"}, ROWS) == {"memory"}
