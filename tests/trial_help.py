@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
+import torch
+from torch import Tensor, nn
 
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
@@ -13,6 +15,20 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import Trial
 from pytest_fsdp_meta.worlds import WorldSpec
 from tests.world_help import trial_preload
+
+
+def build() -> nn.Sequential:
+    """Build the reference, which freezes nothing, like one that is just read from a checkpoint."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).square().mean()
 
 
 def observe(

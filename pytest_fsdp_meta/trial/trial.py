@@ -7,7 +7,7 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +51,7 @@ def world_facts(spec: WorldSpec) -> WorldFacts:
     return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend, simulated=spec.simulated)
 
 
+@dataclass
 class Trial:
     """One loader in one world.
 
@@ -59,26 +60,19 @@ class Trial:
     each rank wrote and ``seconds`` the duration of each phase.
     """
 
-    def __init__(
-        self,
-        spec: WorldSpec,
-        engine: Engine,
-        steps: int,
-        tolerance: Mapping[str, float],
-        listener: Listener | None = None,
-        selection: Container[str] | None = None,
-        localise: bool = False,
-    ) -> None:
-        self.spec = spec
-        self.outputs: list[str] = []
-        self._stopwatch = Stopwatch()
-        self.seconds = self._stopwatch.seconds
-        self._engine = engine
-        self._steps = steps
-        self._tolerance = tolerance
-        self._listener = listener
-        self._selection = selection
-        self._localise = localise
+    spec: WorldSpec
+    engine: Engine
+    steps: int
+    tolerance: Mapping[str, float]
+    listener: Listener | None = None
+    selection: Container[str] | None = None
+    localise: bool = False
+    outputs: list[str] = field(default_factory=list, init=False)
+    _stopwatch: Stopwatch = field(default_factory=Stopwatch, init=False)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._stopwatch.seconds
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.
@@ -92,7 +86,7 @@ class Trial:
         with temporary as folder:
             if self.spec.simulated:
                 return self._simulate(loader, wanted, Path(folder))
-            world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
+            world = World(self.spec, self.engine, shared=Path(folder), listener=self.listener)
             try:
                 watch = sorted({"collectives", "draws", "memory"} & set(wanted))
                 loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
@@ -102,7 +96,7 @@ class Trial:
                 self.outputs = world.outputs()
 
     def _simulate(self, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        world = World(self.spec, self._engine, shared=folder, listener=self._listener)
+        world = World(self.spec, self.engine, shared=folder, listener=self.listener)
         load = partial(simulation.load, loader=loader)
         try:
             run = simulation.SimulatedRun(
@@ -115,7 +109,7 @@ class Trial:
             )
             if problem := next(iter(run.subject.unmatched.values()), ""):
                 raise LoaderFailed(problem)
-            evidence = run.evidence(self._tolerance, wanted)
+            evidence = run.evidence(self.tolerance, wanted)
             if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
                 raise LoaderFailed(problem)
             return evidence
@@ -145,7 +139,7 @@ class Trial:
         subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
         if problem := next(iter(subject.unmatched.values()), ""):
             raise LoaderFailed(problem)
-        seen = Evidence(facts, subject, inventory, tolerance=self._tolerance)
+        seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         run = ObservationRun(
             taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
@@ -155,10 +149,10 @@ class Trial:
             data_world=self._single_rank_world("data in a world of one rank"),
             loaded=loaded,
             folder=folder,
-            steps=self._steps,
+            steps=self.steps,
             load_again=partial(self._load_again, folder, partial(_load, loader=loader)),
-            selection=self._selection,
-            localise=self._localise,
+            selection=self.selection,
+            localise=self.localise,
         )
         try:
             evidence = run.take_all()
@@ -174,13 +168,13 @@ class Trial:
         simulated = (0,) if self.spec.simulated else ()
         mesh = {DEFAULT_MESH_DIM: 1}
         spec = replace(self.spec, mesh=mesh, devices=devices, process_group="plugin", simulated=simulated)
-        return World(spec, self._engine, label=label, listener=self._listener)
+        return World(spec, self.engine, label=label, listener=self.listener)
 
     def _load_again(
         self, folder: Path, load: Callable[[World], list[Loaded]], spec: WorldSpec, label: str, worlds: list[World]
     ) -> tuple[World, list[Loaded]]:
         """Run the loader in another world. It is first added to ``worlds``, which the caller closes."""
-        world = World(spec, self._engine, label, folder, self._listener)
+        world = World(spec, self.engine, label, folder, self.listener)
         worlds.append(world)
         world.start()
         return world, load(world)

@@ -35,7 +35,7 @@ from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.trial.loads import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.trial_help import judge_all, observe
+from tests.trial_help import batch, build, judge_all, loss, observe
 from tests.world_help import is_running
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
@@ -43,19 +43,6 @@ RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
 OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
 ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME, AGAIN)
 SAVING = (ROUND_TRIP, RESHARDS, OPTIMIZER, RESUME, AGAIN)
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def sharded(fsdp: Rank, model: nn.Module) -> nn.Module:

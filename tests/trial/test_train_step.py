@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.worlds import Rank
-from tests.trial_help import judge_all, observe
+from tests.trial_help import batch, judge_all, loss, observe
 
 TRAINING = ("loss_parity", "grad_parity", "second_grad_parity", "update_parity", "resume_parity")
 
@@ -24,14 +24,6 @@ TRAINING = ("loss_parity", "grad_parity", "second_grad_parity", "update_parity",
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

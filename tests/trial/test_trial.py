@@ -22,24 +22,10 @@ from pytest_fsdp_meta.trial.reloading import MORE_LOADS
 from pytest_fsdp_meta.trial.table import with_needed
 from pytest_fsdp_meta.worlds import Rank
 from tests.checks.evidence_factory import findings_of
-from tests.trial_help import judge_all, observe
+from tests.trial_help import batch, build, judge_all, loss, observe
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
 TRAINED = [check.id for check in built_in() if "training" in check.needs]
-
-
-def build() -> nn.Sequential:
-    """Build the reference, which freezes nothing, like one that is just read from a checkpoint."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
