@@ -6,7 +6,7 @@ What the ranks that do not run would hold is proved from the placements on those
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -40,7 +40,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
+from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES, Load
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
 from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
@@ -69,7 +69,7 @@ class SimulatedRun:
     world: World
     reference_world: World
     loaded: list[Loaded]
-    load_again: Callable[[WorldSpec, str, list[World]], tuple[World, list[Loaded]]]
+    load_again: Load
     facts: WorldFacts
     stopwatch: Stopwatch
 

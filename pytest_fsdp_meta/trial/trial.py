@@ -84,38 +84,30 @@ class Trial:
         except OSError as error:
             raise LoaderFailed(f"cannot create a temporary folder: {error}; set TMPDIR to another folder") from error
         with temporary as folder:
-            if self.spec.simulated:
-                return self._simulate(loader, wanted, Path(folder))
             world = World(self.spec, self.engine, shared=Path(folder), listener=self.listener)
+            observe = self._simulate if self.spec.simulated else self._observe
             try:
-                watch = sorted({"collectives", "draws", "memory"} & set(wanted))
-                loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
-                return self._observe(world, loaded, loader, wanted, Path(folder))
+                return observe(world, loader, wanted, Path(folder))
             finally:
                 world.close()
                 self.outputs = world.outputs()
 
-    def _simulate(self, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        world = World(self.spec, self.engine, shared=folder, listener=self.listener)
+    def _simulate(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
         load = partial(simulation.load, loader=loader)
-        try:
-            run = simulation.SimulatedRun(
-                world=world,
-                reference_world=self._single_rank_world("the reference"),
-                loaded=self._load_first(world, load),
-                load_again=partial(self._load_again, folder, load),
-                facts=world_facts(self.spec),
-                stopwatch=self._stopwatch,
-            )
-            if problem := next(iter(run.subject.unmatched.values()), ""):
-                raise LoaderFailed(problem)
-            evidence = run.evidence(self.tolerance, wanted)
-            if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
-                raise LoaderFailed(problem)
-            return evidence
-        finally:
-            world.close()
-            self.outputs = world.outputs()
+        run = simulation.SimulatedRun(
+            world=world,
+            reference_world=self._single_rank_world("the reference"),
+            loaded=self._load_first(world, load),
+            load_again=partial(self._load_again, folder, load),
+            facts=world_facts(self.spec),
+            stopwatch=self._stopwatch,
+        )
+        if problem := next(iter(run.subject.unmatched.values()), ""):
+            raise LoaderFailed(problem)
+        evidence = run.evidence(self.tolerance, wanted)
+        if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
+            raise LoaderFailed(problem)
+        return evidence
 
     def _load_first(self, world: World, load: Callable[[World], list[Loaded]]) -> list[Loaded]:
         try:
@@ -129,9 +121,9 @@ class Trial:
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
 
-    def _observe(
-        self, world: World, loaded: list[Loaded], loader: Call, wanted: Collection[str], folder: Path
-    ) -> Evidence:
+    def _observe(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
+        watch = sorted({"collectives", "draws", "memory"} & set(wanted))
+        loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
         reference_world = self._single_rank_world("the reference")
         gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library
         facts = replace(world_facts(self.spec), devices=gpus, library=library)

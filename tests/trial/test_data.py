@@ -122,11 +122,6 @@ def of_mesh(fsdp: Rank) -> DataLoader[Any]:
     return sampled(TensorDataset(ROWS), fsdp.mesh.size(), fsdp.mesh.get_local_rank())
 
 
-def of_group(fsdp: Rank) -> DataLoader[Any]:
-    group = fsdp.mesh.get_group()
-    return sampled(TensorDataset(ROWS), group.size(), group.rank())
-
-
 RIGHT: dict[str, Callable[[Rank], Any]] = {
     "a sampler that fills up": lambda fsdp: lambda: sampled(TensorDataset(ROWS[:21])),
     "a sampler that drops": lambda fsdp: lambda: sampled(TensorDataset(ROWS[:21]), drop_last=True),
