@@ -13,7 +13,7 @@ import torch
 from conformance.judging import judge_all, require, unexpected
 from fixtures.forms import FORMS
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, find_place
-from pytest_fsdp_meta.trial.localising import STAGES
+from pytest_fsdp_meta.trial.departure import STAGES
 
 pytestmark = pytest.mark.slow
 FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"

@@ -77,16 +77,14 @@ def _parse(kind: Any, data: Any, path: str) -> Any:
     if kind is float:
         if isinstance(data, str) and data in NON_FINITE:
             return NON_FINITE[data]
-        return _to_float(data, path) if type(data) is int else _require(float, data, path)
+        if type(data) is not int:
+            return _require(float, data, path)
+        try:
+            return float(data)
+        except OverflowError:
+            raise ValueError(f"{path}: the number is too large for a float") from None
     assert kind in PLAIN, kind
     return _require(kind, data, path)
-
-
-def _to_float(data: int, path: str) -> float:
-    try:
-        return float(data)
-    except OverflowError:
-        raise ValueError(f"{path}: the number is too large for a float") from None
 
 
 def _parse_dataclass(kind: Any, data: Any, path: str) -> Any:

@@ -29,17 +29,23 @@ from pytest_fsdp_meta.ranks.torch_private import (
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.text import clean_name, first_line
 
+FABRIC = frozenset({"_forward_module", "_original_module"})
+"""The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
+module."""
+
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
     """Return the inventory of one rank, with these custom parameter attributes."""
-    transient, replicated, parts = non_persistent(model), held_by_ddp(model), parts_of(model)
+    transient, parts = non_persistent(model), parts_of(model)
+    holders = (m for m in model.modules() if isinstance(m, DistributedDataParallel) or is_replicated(m))
+    by_ddp = {id(parameter) for module in holders for parameter in module.parameters()}
     files = MappedFiles() if MAPS.exists() else None
     facts_of = partial(tensor_facts, attributes=attributes, files=files)
     with torch.no_grad():
         tensors = [
             replace(
                 facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient),
-                ddp=id(t) in replicated,
+                ddp=id(t) in by_ddp,
             )
             for name, kind, t in named_tensors(model)
         ]
@@ -59,12 +65,6 @@ def managed_names(model: Module) -> dict[str, bool]:
     }
 
 
-def held_by_ddp(model: Module) -> set[int]:
-    """Return the identities of the parameters that DDP or replicate() holds, on the root or on any submodule."""
-    holders = (m for m in model.modules() if isinstance(m, DistributedDataParallel) or is_replicated(m))
-    return {id(parameter) for module in holders for parameter in module.parameters()}
-
-
 def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (FQN, kind, tensor) of all parameters, then all buffers; tied ones under each of their names."""
     root = unwrapped(model)
@@ -76,22 +76,14 @@ def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
 
 def unwrapped(model: Module) -> Module:
     """Return the module inside the wrappers of DDP, megatron-fsdp, DeepSpeed and lightning's Fabric."""
-    while (inner := _inner(model)) is not None:
-        model = inner
-    return model
-
-
-def _inner(model: Module) -> Module | None:
-    if isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model) or zero3.is_wrapper(model):
-        module: Module = model.module
-        return module
-    children = dict(model.named_children())
-    return children.get("_forward_module") if {*children} <= FABRIC else None
-
-
-FABRIC = frozenset({"_forward_module", "_original_module"})
-"""The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
-module."""
+    while True:
+        children = dict(model.named_children())
+        if isinstance(model, DistributedDataParallel) or megatron_fsdp.is_wrapper(model) or zero3.is_wrapper(model):
+            model = model.module
+        elif "_forward_module" in children and {*children} <= FABRIC:
+            model = children["_forward_module"]
+        else:
+            return model
 
 
 def non_persistent(model: Module) -> set[str]:
@@ -152,7 +144,13 @@ def _memory_facts(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
         local = local_part(own)
         nan, poisoned = count_poison(local)
         facts = {"storage": memory_key(own), "nan": nan, "poisoned": poisoned, "digest": digest(local)}
-        return facts | _backing(own, files)
+        # A tensor subclass, or a tensor without a storage, has no backing.
+        held = next(tensors_in(own), None)
+        if files is not None and held is not None and held is own:
+            storage = held.untyped_storage()
+            facts["backing"] = str(storage.data_ptr())
+            facts["backing_bytes"] = 0 if files.hold(storage) else storage.nbytes()
+        return facts
     except Exception as error:  # torch raises many types for sparse, packed and lazy tensors
         return {"unreadable": f"{type(error).__name__}: {first_line(error, 100)}"}
 
@@ -162,14 +160,6 @@ def memory_key(local: Tensor) -> str | None:
     held = None if local.is_meta or not local.numel() else next(tensors_in(local), None)
     address = 0 if held is None else held.data_ptr()
     return f"{address}:{tuple(local.shape)}" if address else None
-
-
-def _backing(own: Tensor, files: MappedFiles | None) -> dict[str, Any]:
-    plain = list(tensors_in(own))
-    if files is None or not plain or plain[0] is not own:
-        return {}  # a tensor subclass, or a tensor without a storage
-    storage = own.untyped_storage()
-    return {"backing": str(storage.data_ptr()), "backing_bytes": 0 if files.hold(storage) else storage.nbytes()}
 
 
 def reshard(model: Module) -> None:

@@ -94,7 +94,6 @@ class ModuleWatch:
         self._modules = innermost_modules(model)
         self._watcher = watcher
         self._turns: Counter[tuple[str, bool]] = Counter()
-        self._with_gradient: set[tuple[str, int]] = set()
         self._hooks = ExitStack()
 
     @contextmanager
@@ -147,17 +146,13 @@ class ModuleWatch:
             self._note(Seen(AGAIN_OUTPUT if again else OUTPUT, name, turn, path), tensor)
             # Torch may crash where a hook is set on a view from before a write to its base.
             if tensor.requires_grad and not self.problem and not is_written_view(tensor):
-                self._with_gradient.add((name, turn))
-                handle = tensor.register_hook(partial(self._gradient, Seen(GRADIENT, name, turn, path)))
+                handle = tensor.register_hook(partial(self._note, Seen(GRADIENT, name, turn, path)))
                 self._hooks.callback(handle.remove)  # a module may return a parameter, which lives on
 
     def _note_draws(self) -> None:
         before, self._states = self._states, read_states(self._device)
         if self._running and any(not torch.equal(state, self._states[kind]) for kind, state in before.items()):
             self.draws[self._running[-1]] = None
-
-    def _gradient(self, seen: Seen, gradient: Tensor) -> Tensor | None:
-        return self._note(seen, gradient)
 
     def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:
         # The backward computes the calls of one module again in an order of its own.

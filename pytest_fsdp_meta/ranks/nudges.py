@@ -6,13 +6,13 @@ other slices of the batch, or a lower precision change as much. TTrace (arXiv 25
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from pytest_fsdp_meta.ranks.precision import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.reference_record import without_repetition
@@ -66,7 +66,9 @@ class Nudges:
             with torch.no_grad():
                 for parameter, values in before:
                     without_repetition(parameter).copy_(without_repetition(values, parameter))
-        self._nudge_gradients(trained)
+        for parameter in trained:
+            if parameter.grad is not None and _is_nudged(parameter.grad):
+                parameter.grad = self._nudged(parameter.grad, max(self._unit, self._reducing))
 
     def products(self) -> AbstractContextManager[None]:
         """Nudge matrix products in a lower precision than float32, which an optimizer such as Muon computes."""
@@ -78,11 +80,6 @@ class Nudges:
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if isinstance(out, Tensor) and _is_nudged(out) and is_low(out.dtype) and operator_name(func) in PRODUCTS:
             out.copy_(self._nudged(out, torch.finfo(out.dtype).eps))
-
-    def _nudge_gradients(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None and _is_nudged(parameter.grad):
-                parameter.grad = self._nudged(parameter.grad, max(self._unit, self._reducing))
 
     def _nudge_output(self, module: Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import (
     parts_of_optimizer,
     unwrapped_optimizer,
 )
-from pytest_fsdp_meta.ranks.step_hooks import PackedHook, add_hooks, pack_hooks
+from pytest_fsdp_meta.ranks.sending import PackedHook, add_hooks, pack_hooks
 from pytest_fsdp_meta.worlds.system.pickling import dumps
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})

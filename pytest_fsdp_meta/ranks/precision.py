@@ -18,22 +18,19 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return ``computes_in`` and ``reduces_in`` of a RankInventory."""
-    policies = list(_policies(model))
+    policies: list[tuple[torch.dtype | None, torch.dtype | None]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = mixed_precision(module)
+            policies.append((policy.param_dtype, policy.reduce_dtype))
+        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
+            policies.append((module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype))
     return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
 
 
 def is_low(dtype: torch.dtype) -> bool:
     """Whether the dtype is a floating one of a lower precision than float32."""
     return bool(dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps)
-
-
-def _policies(model: Module) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            policy = mixed_precision(module)
-            yield policy.param_dtype, policy.reduce_dtype
-        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
-            yield module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype
 
 
 def _names(dtypes: Iterator[torch.dtype | None]) -> tuple[str, ...]:

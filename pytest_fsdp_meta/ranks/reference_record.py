@@ -119,7 +119,7 @@ def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor],
 
     There is none without arrays: safetensors 0.4.3 cannot read the file that it writes then.
     """
-    from pytest_fsdp_meta.ranks.subclasses import plain
+    from pytest_fsdp_meta.ranks.adapters.dtensor import plain
 
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -154,12 +154,6 @@ def _bytes(data: Tensor) -> Tensor:
     import torch
 
     return data.unsqueeze(-1).view(torch.uint8)
-
-
-def _elements(data: Tensor, dtype: str) -> Tensor:
-    import torch
-
-    return data.view(getattr(torch, dtype)).squeeze(-1)
 
 
 class Record:
@@ -198,13 +192,15 @@ class Record:
 
     def read(self, name: str, regions: Sequence[Region]) -> Tensor:
         """Return the elements of the global tensor in these runs of each dim, as one CPU tensor."""
+        import torch
+
         if not regions:
             stored = self._aliases.get(name, name)
             read = self._open(self._file_of[stored]).get_tensor(stored)
         else:
             read = select(self._slice(name), regions)
         dtype = self._dtype_of_bytes(name)
-        return _elements(read, dtype) if dtype else read
+        return read.view(getattr(torch, dtype)).squeeze(-1) if dtype else read
 
     def read_whole(self, name: str) -> Tensor:
         """Return the whole tensor."""
@@ -290,12 +286,9 @@ def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
 
 def global_index(held: Sequence[Region], local: Sequence[int]) -> tuple[int, ...]:
     """Return the global index of a local one."""
-    pairs = zip(held, local, strict=True)
-    return tuple(next(itertools.islice(_indices(runs), position, None)) for runs, position in pairs)
-
-
-def _indices(runs: Region) -> Iterable[int]:
-    return itertools.chain.from_iterable(range(start, stop) for start, stop in runs)
+    indices = [itertools.chain.from_iterable(range(start, stop) for start, stop in runs) for runs in held]
+    pairs = zip(indices, local, strict=True)
+    return tuple(next(itertools.islice(own, position, None)) for own, position in pairs)
 
 
 def checkpoint_entries(path: str | Path) -> Mapping[str, tuple[tuple[int, ...], str]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from traceback import walk_tb
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -286,14 +286,14 @@ def refusing_objects(refuse: Callable[[str, BaseException | None], Exception]) -
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__) if _is_collective(frame)]
+            names = [
+                frame.f_code.co_name
+                for frame, _ in walk_tb(error.__traceback__)
+                if frame.f_code.co_filename == distributed_c10d.__file__
+            ]
             if not names or not names[0].endswith(("_object", "_object_list")):
                 raise
             raise refuse(names[0], error) from error
-
-
-def _is_collective(frame: FrameType) -> bool:
-    return bool(frame.f_code.co_filename == distributed_c10d.__file__)
 
 
 @contextmanager

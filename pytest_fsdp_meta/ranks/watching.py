@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from pytest_fsdp_meta.ranks.subclasses import is_wrapper
+from pytest_fsdp_meta.ranks.adapters.dtensor import is_wrapper
 from pytest_fsdp_meta.ranks.torch_private import TorchDispatchMode, is_operator, is_wrapped_by_functorch
 
 

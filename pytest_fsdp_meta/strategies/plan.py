@@ -56,12 +56,12 @@ class Model:
     @property
     def layers(self) -> dict[str, Layer]:
         """Map module names to layers, in the order in which they are called."""
-        return {name: part for name, part in self._parts() if isinstance(part, Layer)}
+        return {name: part for name, part in _walk("", self.root) if isinstance(part, Layer)}
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The names of all layers and blocks, inner modules before outer ones."""
-        return tuple(name for name, _ in self._parts())
+        return tuple(name for name, _ in _walk("", self.root))
 
     @property
     def outputs(self) -> int:
@@ -78,9 +78,6 @@ class Model:
         widths = [self.inputs, *(layer.width for layer in layers)]
         first, last = layers[0], layers[-1]
         return len(layers) > 1 and (first.width, widths[0], first.frozen) == (last.width, widths[-2], last.frozen)
-
-    def _parts(self) -> Iterator[tuple[str, Layer | Block]]:
-        yield from _walk("", self.root)
 
 
 @dataclass(frozen=True)

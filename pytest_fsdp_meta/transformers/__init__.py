@@ -3,9 +3,8 @@
 Importing this package imports transformers; importing pytest_fsdp_meta does not.
 """
 
-from pytest_fsdp_meta.transformers.checkpoints import CAUSAL_LMS, tiny_checkpoint
-from pytest_fsdp_meta.transformers.sizes import tiny_config
 from pytest_fsdp_meta.transformers.subjects import reference_model, subject, token_batch
+from pytest_fsdp_meta.transformers.tiny import CAUSAL_LMS, tiny_checkpoint, tiny_config
 
 __all__ = [
     "CAUSAL_LMS",

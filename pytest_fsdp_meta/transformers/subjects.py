@@ -61,7 +61,9 @@ def subject(
     Classifiers of images and recordings get random ones, and other models no batch. ``declared`` are fields of Subject,
     which override the derived ones.
     """
-    kind = _class_of(model, checkpoint)
+    own = (kind for kind in type(model).__mro__ if issubclass(kind, transformers.PreTrainedModel))
+    unsharded = (kind for kind in own if not issubclass(kind, FSDPModule))  # fully_shard() makes a subclass
+    kind = next(unsharded, None) or _named_class(checkpoint)
     derived: dict[str, Any] = {"reference": partial(_load, kind, os.fspath(checkpoint))}
     if batch := _batches_of(kind, checkpoint, rows, length):
         derived["batch"] = batch
@@ -102,7 +104,8 @@ def token_batch(
     step: int, checkpoint: str | os.PathLike[str], rows: int = ROWS, length: int = LENGTH
 ) -> dict[str, Tensor]:
     """Return the global batch of a step: random tokens of the checkpoint's vocabulary, the same for the same step."""
-    return _tokens(step, _vocabulary(checkpoint), rows, length)
+    vocabulary = int(AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size)
+    return _tokens(step, vocabulary, rows, length)
 
 
 def _tokens(step: int, vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
@@ -135,20 +138,8 @@ def _classes(step: int, rows: int, classes: int) -> Tensor:
     return (torch.arange(rows) + step) % classes
 
 
-def _vocabulary(checkpoint: str | os.PathLike[str]) -> int:
-    return int(AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size)
-
-
 def _load(kind: Any, checkpoint: str) -> Any:
     return kind.from_pretrained(checkpoint)
-
-
-def _class_of(model: Module, checkpoint: str | os.PathLike[str]) -> Any:
-    """Return the model's transformers class, skipping FSDP's subclasses, or the class that the checkpoint names."""
-    for kind in type(model).__mro__:
-        if issubclass(kind, transformers.PreTrainedModel) and not issubclass(kind, FSDPModule):
-            return kind
-    return _named_class(checkpoint)
 
 
 def _named_class(checkpoint: str | os.PathLike[str]) -> Any:

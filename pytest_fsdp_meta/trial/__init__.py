@@ -1,7 +1,7 @@
 """A trial runs one loader in one world, takes each observation once, and returns the evidence that all checks read."""
 
+from pytest_fsdp_meta.trial.loads import largest_world_size
 from pytest_fsdp_meta.trial.on_ranks import ON_RANKS
 from pytest_fsdp_meta.trial.trial import LoaderFailed, Trial, world_facts
-from pytest_fsdp_meta.trial.world_sizes import largest_world_size
 
 __all__ = ["ON_RANKS", "LoaderFailed", "Trial", "largest_world_size", "world_facts"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from pytest_fsdp_meta.evidence import Unavailable, shards_data
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
@@ -78,3 +79,36 @@ class Loads:
         """Close all worlds but the loader's own."""
         for world in self._worlds:
             world.close()
+
+
+def largest_world_size(spec: WorldSpec, wanted: Collection[str]) -> int:
+    """Return how many ranks the largest world of a trial runs; its worlds run one after the other."""
+    if spec.simulated:
+        return len(spec.ranks)
+    other = other_size(spec) if "resharded" in wanted else spec
+    return spec.size if isinstance(other, Unavailable) else max(spec.size, other.size)
+
+
+def other_size(spec: WorldSpec) -> WorldSpec | Unavailable:
+    """Return the spec of a world with half the ranks along one mesh dimension.
+
+    The dimension is the largest one that shards data, or the largest of all where none does. A world of one rank
+    gets two ranks instead.
+    """
+    sharding = {dim: size for dim, size in spec.mesh.items() if shards_data(dim)}
+    dims = sharding if max(sharding.values(), default=0) > 1 else spec.mesh
+    halved = max(dims, key=lambda dim: dims[dim])
+    if dims[halved] > 1:
+        mesh = {**spec.mesh, halved: spec.mesh[halved] // 2}
+    elif spec.backend == "nccl":
+        return Unavailable("a world of 2 needs another GPU than this world of 1 has")
+    else:
+        mesh = {**spec.mesh, next(iter(sharding or spec.mesh)): 2}
+    other = replace(spec, mesh=mesh)
+    devices = spec.devices[: other.size] if other.size <= len(spec.devices) else spec.devices * other.size
+    return replace(other, devices=devices)
+
+
+def describe_size(spec: WorldSpec) -> str:
+    """Return the size and the mesh of a world for a message: "a world of 2 (dp_shard=2)"."""
+    return f"a world of {spec.size} ({', '.join(f'{name}={size}' for name, size in spec.mesh.items())})"

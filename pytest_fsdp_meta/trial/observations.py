@@ -25,14 +25,9 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
+from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step, with_noise
 from pytest_fsdp_meta.trial.loads import Load, Loads
-from pytest_fsdp_meta.trial.localising import departing_step, trace_step
-from pytest_fsdp_meta.trial.noise import departs, with_noise
-from pytest_fsdp_meta.trial.obstacles import (
-    NOT_WANTED,
-    describe_odd_model,
-    no_training_declared,
-)
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, no_training_declared
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.table import Observation, TableRun

@@ -25,9 +25,8 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     not_declared,
 )
-from pytest_fsdp_meta.trial.author_data import read_epoch, resume_epoch
-from pytest_fsdp_meta.trial.checkpoint_files import restored_if_deleted
-from pytest_fsdp_meta.trial.loads import Loads
+from pytest_fsdp_meta.trial.checkpoints import Recorded, record_saved, reshard_all, reshard_model, restored_if_deleted
+from pytest_fsdp_meta.trial.loads import Loads, describe_size, other_size
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -38,15 +37,12 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, random_numbers, run_on, state_dict
-from pytest_fsdp_meta.trial.resharding import Recorded, record_saved, reshard_all, reshard_model
+from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, random_numbers, run_on, state_dict
 from pytest_fsdp_meta.trial.table import Observation, TableRun
-from pytest_fsdp_meta.trial.world_sizes import describe_size, other_size
 from pytest_fsdp_meta.worlds import World, WorldError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 STEPS = 2
 """Steps after a checkpoint: the loss of the second one shows what the first, and its optimizer's state, did."""
 SCHEDULED_STEPS = 4
@@ -54,6 +50,9 @@ SCHEDULED_STEPS = 4
 SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures"
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
+MORE = "an epoch has more batches than are read"
+LEFT = 3
+"""Batches: with fewer after the first checkpoint, none follow the second one. Also how many too many are read."""
 
 
 @dataclass
@@ -101,8 +100,10 @@ class Reloading(TableRun):
         return tuple(self.loads.run_first(state_dict.observe_state_dict))
 
     def _save_and_continue(self) -> tuple[RankResumed, ...] | Unavailable:
-        if reason := self._not_trained() or self._unsavable() or self._nothing_trainable():
+        if reason := self._not_trained() or self._unsavable():
             return reason
+        if not any(t.requires_grad for t in self.inventory[0].tensors):
+            return Unavailable("nothing is trainable, so there is no optimizer")
         problem = optimizer_not_loaded_by_torch(self.loads.run_first(checkpoint.first_step), self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
@@ -117,15 +118,13 @@ class Reloading(TableRun):
             return self._save_all("again")
 
     def _save_all(self, name: str) -> tuple[RankResumed, ...]:
+        """Save model and optimizer; add the fingerprints of the author's state dict if a check compares them."""
         saved = self._save(self.loads.first_world, checkpoint.save_all, self._path(name))
-        return tuple(replace(rank, exported=own) for rank, own in zip(saved, self._fingerprints(), strict=True))
-
-    def _fingerprints(self) -> list[dict[str, str]]:
-        """Return those of the author's state dict, by rank, if a check compares them and nothing rules it out."""
         compared = "saved_again" in self.taken.wanted and "state_dict" in self.subject.declared
         if not compared or self.seen.state_dict is None or self._ungatherable():
-            return [{} for _ in self.inventory]
-        return self.loads.run_first(state_dict.fingerprint_state_dict)
+            return saved
+        exported = self.loads.run_first(state_dict.fingerprint_state_dict)
+        return tuple(replace(rank, exported=own) for rank, own in zip(saved, exported, strict=True))
 
     def _save_model(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._saved_with_optimizer:  # that checkpoint has the model as well
@@ -191,7 +190,10 @@ class Reloading(TableRun):
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
-        return tuple(self.loads.run_second(checkpoint.load_all, self._path("again"), self._changed_between_saves()))
+        pairs = zip(self.seen.continued or (), self.seen.saved_again or (), strict=True)
+        held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
+        changed = frozenset(name for first, second in held for name in second if first.get(name) != second[name])
+        return tuple(self.loads.run_second(checkpoint.load_all, self._path("again"), changed))
 
     def _resume_batches(self) -> tuple[RankBatches, ...] | Unavailable:
         assert self.seen.batches is not None
@@ -201,11 +203,6 @@ class Reloading(TableRun):
     def _keeping_checkpoints(self, name: str) -> AbstractContextManager[None]:
         kept = self.folder / name
         return restored_if_deleted(Path(self._path("")), kept) if self._author_saves else nullcontext()
-
-    def _changed_between_saves(self) -> frozenset[str]:
-        pairs = zip(self.seen.continued or (), self.seen.saved_again or (), strict=True)
-        held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
-        return frozenset(name for first, second in held for name in second if first.get(name) != second[name])
 
     # The observation of a load in a world of another size.
 
@@ -276,10 +273,6 @@ class Reloading(TableRun):
         training = self.unavailable.get("training", NOT_WANTED)
         return no_training_declared(self.subject) or (training if training.error else None)
 
-    def _nothing_trainable(self) -> Unavailable | None:
-        trainable = any(t.requires_grad for t in self.inventory[0].tensors)
-        return None if trainable else Unavailable("nothing is trainable, so there is no optimizer")
-
     def _ungatherable(self) -> Unavailable | None:
         return not_gathered_by_gloo(self.inventory) if self.loads.first.spec.backend == "gloo" else None
 
@@ -295,6 +288,43 @@ class Reloading(TableRun):
 
     def _path(self, name: str) -> str:
         return str(self.folder / "checkpoints" / name)
+
+
+def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
+    """Read an epoch on all ranks, and in a world of one rank where that shows the rows of all ranks.
+
+    A checkpoint is saved in ``folder``, if it is given, after the first batches.
+    """
+    packed = run_on(world, author_data.pack_data)[0]  # before an epoch leaves iterators behind
+    ranks = tuple(run_on(world, author_data.read_epoch, folder))
+    size = ranks[0].data_parallel[1]
+    if size == 1:
+        return Epoch(ranks)
+    assert packed is not None
+    endless = "" if all(rank.ended for rank in ranks) else MORE
+    if problem := packed.problem or endless:
+        return Epoch(ranks, problem=problem)
+    try:
+        with alone:
+            found = run_on(alone, author_data.read_alone, packed, size)[0]
+    except WorldError as error:
+        return Epoch(ranks, problem=error.summary)
+    return Epoch(ranks, problem=found) if isinstance(found, str) else Epoch(ranks, found)
+
+
+def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tuple[RankBatches, ...] | Unavailable:
+    """Resume in a new load from the checkpoint within the epoch and read the rest; then once more, from within it."""
+    if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
+        summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
+        return Unavailable(summary, kind="undeclared")
+    rest = [len(rank.batches) - rank.saved_after for rank in epoch.ranks if rank.loader]
+    again = f"{folder}-again" if min(rest) > LEFT else None
+    most = max(rest) + LEFT  # more than that is not needed to see where a rank goes on
+    first = run_on(new_load(), author_data.resume_epoch, folder, most, again)
+    if again is None:
+        return tuple(first)
+    second = run_on(new_load(), author_data.resume_epoch, again, most, None)
+    return tuple(replace(rank, resumed_again=later.batches) for rank, later in zip(first, second, strict=True))
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -1,15 +1,31 @@
-"""Observe a loader at a size at which it does not run: some of its ranks, without values and without a network."""
+"""Observe a loader at a size at which it does not run: some of its ranks, without values and without a network.
+
+What the ranks that do not run would hold is proved from the placements on those that do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import prod
+from statistics import median_low
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.checks.simulation.facts import FACTORS, NO_VALUES, SimulatedSize
+from pytest_fsdp_meta.checks.sharding.facts import (
+    Order,
+    mesh_and_place,
+    order_of,
+    place_of_rank,
+    possible_orders,
+    split_factor,
+)
+from pytest_fsdp_meta.checks.simulation.facts import FACTORS, NO_VALUES, BytesOfRanks, SimulatedSize
 from pytest_fsdp_meta.evidence import (
     Evidence,
+    MeshFacts,
     RankInventory,
     ReferenceFacts,
     SubjectFacts,
@@ -17,21 +33,27 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
     combine_subjects,
     not_declared,
+    sharded_dim,
     shards_data,
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
-from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
+from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES, Load
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
-from pytest_fsdp_meta.trial.timing import Stopwatch
+from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 WITHOUT_VALUES = Unavailable(NO_VALUES)
+Cuts = tuple[tuple[int, int], ...]
+"""The mesh dimensions, by index, that cut a dim of a tensor, each with its split factor."""
+Shape = tuple[tuple[int, Cuts], ...]
+"""The length of each dim of a tensor that is cut, with its cuts."""
+Layout = tuple[MeshFacts | None, Shape]
 
 
 def load(world: World, loader: Call) -> list[Loaded]:
@@ -47,7 +69,7 @@ class SimulatedRun:
     world: World
     reference_world: World
     loaded: list[Loaded]
-    load_again: Callable[[WorldSpec, str, list[World]], tuple[World, list[Loaded]]]
+    load_again: Load
     facts: WorldFacts
     stopwatch: Stopwatch
 
@@ -91,9 +113,8 @@ class SimulatedRun:
         try:
             with world:
                 if "reference" in first.checkpoints:
-                    return on_ranks.run_on(world, on_ranks.reference.checkpoint_facts, first.checkpoints["reference"])[
-                        0
-                    ]
+                    read = on_ranks.reference.checkpoint_facts
+                    return on_ranks.run_on(world, read, first.checkpoints["reference"])[0]
                 build, frozen = on_ranks.simulation.observe_reference, tuple(self.subject.frozen)
                 return on_ranks.run_on(world, build, first.recipe, frozen, self.subject.kept_attributes)[0]
         except WorldError as error:
@@ -142,3 +163,61 @@ def smaller_worlds(spec: WorldSpec) -> Iterator[WorldSpec]:
         mesh = {**spec.mesh, grown: size // factor}
         ranks = choose_simulated(mesh)
         yield replace(spec, mesh=mesh, simulated=tuple(sorted({ranks[0], ranks[-1]})))
+
+
+def bytes_of_ranks(inventories: Sequence[RankInventory], mesh: Order, known: Mapping[int, int]) -> BytesOfRanks | None:
+    """Return the bytes of parameters on all ranks.
+
+    None if they do not follow from those that run, whose bytes are ``known``: ranks may hold other tensors than these,
+    or be numbered in another way.
+    """
+    layouts = [_bytes_by_layout(inventory) for inventory in inventories]
+    if layouts[0] is None or any(other != layouts[0] for other in layouts):
+        return None
+    held = [0] * prod(size for _, size in mesh)
+    orders = possible_orders(mesh, inventories)
+    for own_mesh in {mesh for mesh, _ in layouts[0]}:
+        facts = [(i.rank, t) for i in inventories for t in i.tensors if mesh_and_place(t)[0] == own_mesh]
+        order = order_of(facts, orders)
+        if order is None or any(tensor.mesh and tensor.mesh.coordinate is None for _, tensor in facts):
+            return None
+        dims, sizes = (own_mesh.dims, own_mesh.shape) if own_mesh is not None else ((), ())
+        shapes = {shape: n for (mesh, shape), n in layouts[0].items() if mesh == own_mesh}
+        by_place = {
+            place: sum(n * prod(_length(*dim, sizes, place) for dim in shape) for shape, n in shapes.items())
+            for place in product(*map(range, sizes))
+        }
+        for rank in range(len(held)):
+            place = place_of_rank(rank, order)
+            held[rank] += by_place[tuple(place[str(dim)] for dim in dims)]
+    if any(held[rank] != nbytes for rank, nbytes in known.items()):
+        return None
+    return BytesOfRanks(min(held), median_low(held), max(held))
+
+
+def _bytes_by_layout(inventory: RankInventory) -> Counter[Layout] | None:
+    """Return the bytes of one element of the dims that are cut, of all parameters of a layout together.
+
+    None if a parameter has parts that no placements describe.
+    """
+    parameters = {tensor.identity: tensor for tensor in inventory.tensors if tensor.kind == "parameter"}.values()
+    if any(tensor.placements is None and tensor.sharded_by for tensor in parameters):
+        return None
+    nbytes = Counter[Layout]()
+    for tensor in parameters:
+        cuts: dict[int, Cuts] = {}
+        for index, placement in enumerate(tensor.placements or ()):
+            if (dim := sharded_dim(placement)) is not None:
+                cuts[dim] = (*cuts.get(dim, ()), (index, split_factor(placement)))
+        shape = tuple((tensor.shape[dim], cuts[dim]) for dim in sorted(cuts))
+        whole = prod(length for dim, length in enumerate(tensor.shape) if dim not in cuts)
+        nbytes[mesh_and_place(tensor)[0], shape] += whole * tensor.width
+    return nbytes
+
+
+def _length(length: int, cuts: Cuts, sizes: Sequence[int], place: Sequence[int]) -> int:
+    """Return how much of a dim the rank at a place has."""
+    own = [index for index, _ in cuts]
+    shards = [(0, factor) for _, factor in cuts]
+    [runs] = regions((length,), shards, [sizes[index] for index in own], [place[index] for index in own])
+    return sum(stop - start for start, stop in runs)

@@ -1,15 +1,16 @@
-"""Take observations row by row of a table, and keep what was seen, or why it was not."""
+"""Take observations row by row of a table, and keep what was seen, or why it was not, and how long it took."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, SubjectFacts, Unavailable
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error
-from pytest_fsdp_meta.trial.timing import Stopwatch
 from pytest_fsdp_meta.worlds import WorldError
 
 Run = TypeVar("Run")
@@ -36,6 +37,23 @@ def with_needed(wanted: Iterable[str], rows: Iterable[Observation[Any]]) -> froz
         if row.name in names:
             names.update(row.needs, row.uses)
     return frozenset(names)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase, in the order in which the phases first began."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the duration of the block to the phase, also when the block raises."""
+        began = time.perf_counter()
+        self.seconds.setdefault(phase, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - began
 
 
 @dataclass

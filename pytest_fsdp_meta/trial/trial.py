@@ -7,7 +7,7 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +20,7 @@ from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
-from pytest_fsdp_meta.trial.table import Taken, with_needed
-from pytest_fsdp_meta.trial.timing import Stopwatch
+from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
 
@@ -52,6 +51,7 @@ def world_facts(spec: WorldSpec) -> WorldFacts:
     return WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend, simulated=spec.simulated)
 
 
+@dataclass
 class Trial:
     """One loader in one world.
 
@@ -60,26 +60,19 @@ class Trial:
     each rank wrote and ``seconds`` the duration of each phase.
     """
 
-    def __init__(
-        self,
-        spec: WorldSpec,
-        engine: Engine,
-        steps: int,
-        tolerance: Mapping[str, float],
-        listener: Listener | None = None,
-        selection: Container[str] | None = None,
-        localise: bool = False,
-    ) -> None:
-        self.spec = spec
-        self.outputs: list[str] = []
-        self._stopwatch = Stopwatch()
-        self.seconds = self._stopwatch.seconds
-        self._engine = engine
-        self._steps = steps
-        self._tolerance = tolerance
-        self._listener = listener
-        self._selection = selection
-        self._localise = localise
+    spec: WorldSpec
+    engine: Engine
+    steps: int
+    tolerance: Mapping[str, float]
+    listener: Listener | None = None
+    selection: Container[str] | None = None
+    localise: bool = False
+    outputs: list[str] = field(default_factory=list, init=False)
+    _stopwatch: Stopwatch = field(default_factory=Stopwatch, init=False)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._stopwatch.seconds
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.
@@ -91,38 +84,30 @@ class Trial:
         except OSError as error:
             raise LoaderFailed(f"cannot create a temporary folder: {error}; set TMPDIR to another folder") from error
         with temporary as folder:
-            if self.spec.simulated:
-                return self._simulate(loader, wanted, Path(folder))
-            world = World(self.spec, self._engine, shared=Path(folder), listener=self._listener)
+            world = World(self.spec, self.engine, shared=Path(folder), listener=self.listener)
+            observe = self._simulate if self.spec.simulated else self._observe
             try:
-                watch = sorted({"collectives", "draws", "memory"} & set(wanted))
-                loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
-                return self._observe(world, loaded, loader, wanted, Path(folder))
+                return observe(world, loader, wanted, Path(folder))
             finally:
                 world.close()
                 self.outputs = world.outputs()
 
-    def _simulate(self, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        world = World(self.spec, self._engine, shared=folder, listener=self._listener)
+    def _simulate(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
         load = partial(simulation.load, loader=loader)
-        try:
-            run = simulation.SimulatedRun(
-                world=world,
-                reference_world=self._single_rank_world("the reference"),
-                loaded=self._load_first(world, load),
-                load_again=partial(self._load_again, folder, load),
-                facts=world_facts(self.spec),
-                stopwatch=self._stopwatch,
-            )
-            if problem := next(iter(run.subject.unmatched.values()), ""):
-                raise LoaderFailed(problem)
-            evidence = run.evidence(self._tolerance, wanted)
-            if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
-                raise LoaderFailed(problem)
-            return evidence
-        finally:
-            world.close()
-            self.outputs = world.outputs()
+        run = simulation.SimulatedRun(
+            world=world,
+            reference_world=self._single_rank_world("the reference"),
+            loaded=self._load_first(world, load),
+            load_again=partial(self._load_again, folder, load),
+            facts=world_facts(self.spec),
+            stopwatch=self._stopwatch,
+        )
+        if problem := next(iter(run.subject.unmatched.values()), ""):
+            raise LoaderFailed(problem)
+        evidence = run.evidence(self.tolerance, wanted)
+        if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
+            raise LoaderFailed(problem)
+        return evidence
 
     def _load_first(self, world: World, load: Callable[[World], list[Loaded]]) -> list[Loaded]:
         try:
@@ -136,9 +121,9 @@ class Trial:
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
 
-    def _observe(
-        self, world: World, loaded: list[Loaded], loader: Call, wanted: Collection[str], folder: Path
-    ) -> Evidence:
+    def _observe(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
+        watch = sorted({"collectives", "draws", "memory"} & set(wanted))
+        loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
         reference_world = self._single_rank_world("the reference")
         gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library
         facts = replace(world_facts(self.spec), devices=gpus, library=library)
@@ -146,7 +131,7 @@ class Trial:
         subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
         if problem := next(iter(subject.unmatched.values()), ""):
             raise LoaderFailed(problem)
-        seen = Evidence(facts, subject, inventory, tolerance=self._tolerance)
+        seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         run = ObservationRun(
             taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
@@ -156,10 +141,10 @@ class Trial:
             data_world=self._single_rank_world("data in a world of one rank"),
             loaded=loaded,
             folder=folder,
-            steps=self._steps,
+            steps=self.steps,
             load_again=partial(self._load_again, folder, partial(_load, loader=loader)),
-            selection=self._selection,
-            localise=self._localise,
+            selection=self.selection,
+            localise=self.localise,
         )
         try:
             evidence = run.take_all()
@@ -175,13 +160,13 @@ class Trial:
         simulated = (0,) if self.spec.simulated else ()
         mesh = {DEFAULT_MESH_DIM: 1}
         spec = replace(self.spec, mesh=mesh, devices=devices, process_group="plugin", simulated=simulated)
-        return World(spec, self._engine, label=label, listener=self._listener)
+        return World(spec, self.engine, label=label, listener=self.listener)
 
     def _load_again(
         self, folder: Path, load: Callable[[World], list[Loaded]], spec: WorldSpec, label: str, worlds: list[World]
     ) -> tuple[World, list[Loaded]]:
         """Run the loader in another world. It is first added to ``worlds``, which the caller closes."""
-        world = World(spec, self._engine, label, folder, self._listener)
+        world = World(spec, self.engine, label, folder, self.listener)
         worlds.append(world)
         world.start()
         return world, load(world)

@@ -13,8 +13,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from pytest_fsdp_meta.evidence import combine_subjects
-from pytest_fsdp_meta.loader.placements import parse_placements, short_placement
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import parse_placements, short_placement
 
 PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
 BUFFERS = ["rotary.inv_freq"]
@@ -86,9 +86,13 @@ def test_declared_fields_are_recorded(tmp_path):
             "function: scheduler(optimizer)",
         ),
         ({"beside": [1]}, "beside=...): list '[1]' should be a mapping such as {'ema': ema}"),
-        (
-            {"beside": {1: nn.Linear(2, 2)}},
-            "beside=...): the key int '1' should be a name such as 'ema', without dots, and not that of scheduler=",
+        *(
+            (
+                {"beside": {key: nn.Linear(2, 2)}},
+                f"beside=...): the key {type(key).__name__} '{key}' should be a name such as 'ema', without dots, and "
+                "not that of scheduler=",
+            )
+            for key in (1, "scheduler", "ema.slow", "")
         ),
         (
             {"beside": {"ema": 3}},
@@ -114,6 +118,10 @@ def test_declared_fields_are_recorded(tmp_path):
             {"save": "dcp", "resume": print},
             "save=...): str 'dcp' is not callable; give a function save(model, optimizer, folder)",
         ),
+        (
+            {"adapter": 3},
+            "adapter=...): int '3' is not callable; give a function adapter(name, tensor) -> Part or None",
+        ),
         ({"save": print}, "save=...): set without resume; set both or neither"),
         ({"resume": print}, "resume=...): set without save; set both or neither"),
         (
@@ -121,14 +129,10 @@ def test_declared_fields_are_recorded(tmp_path):
             "state_dict=...): dict '{}' is not callable; give a function state_dict(model) -> dict by name",
         ),
         ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
-        ({"data_parallel": 1}, "data_parallel=...): 1 should be (index, size) with 0 <= index < size"),
-        ({"data_parallel": (2, 2)}, "data_parallel=...): (2, 2) should be (index, size) with 0 <= index < size"),
-        ({"data_parallel": (-1, 2)}, "data_parallel=...): (-1, 2) should be (index, size) with 0 <= index < size"),
-        (
-            {"data_parallel": (False, True)},
-            "data_parallel=...): (False, True) should be (index, size) with 0 <= index < size",
+        *(
+            ({"data_parallel": value}, f"data_parallel=...): {value!r} should be (index, size) with 0 <= index < size")
+            for value in (1, (2, 2), (-1, 2), (False, True), (0, 1.0))
         ),
-        ({"data_parallel": (0, 1.0)}, "data_parallel=...): (0, 1.0) should be (index, size) with 0 <= index < size"),
         ({"frozen": None}, "frozen=...): None should be a name, a pattern, or a list of them"),
         ({"frozen": [1]}, "frozen=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         ({"frozen": {"a": None}}, "frozen=...): None should be a name or a pattern such as 'layers.*.weight'"),
@@ -250,26 +254,19 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
         ("unsharded", "*.1.qq.*", "'*.1.qq.*' matches no parameter of the model; the nearest is 'layers.1.q.weight'"),
         ("frozen", "zzz*", "'zzz*' matches no tensor of the model; it has 6 tensors"),
         ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no tensor of the model; it has 6 tensors"),
+        ("placements", "embd.*", "'embd.*' matches no parameter of the model; the nearest is 'embed.weight'"),
+        (
+            "tied",
+            "layers.0.k.weight",
+            "'layers.0.k.weight' is not a parameter of the model; the nearest is 'layers.0.q.weight'",
+        ),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
+    given = {"placements": {pattern: "R"}, "tied": [("embed.weight", pattern)]}.get(field, ["embed.weight", pattern])
     with pytest.raises(SubjectError) as caught:
-        resolve(**{field: ["embed.weight", pattern]})
+        resolve(**{field: given})
     assert str(caught.value) == f"Subject({field}=...): {message}"
-
-
-def test_placements_that_match_no_parameter_are_an_error():
-    message = r"'embd\.\*' matches no parameter of the model; the nearest is 'embed\.weight'"
-    with pytest.raises(SubjectError, match=message):
-        resolve(placements={"embd.*": "R"})
-
-
-def test_tying_an_unknown_name_is_an_error():
-    with pytest.raises(SubjectError) as caught:
-        resolve(tied=[("embed.weight", "layers.0.k.weight")])
-    assert str(caught.value) == (
-        "Subject(tied=...): 'layers.0.k.weight' is not a parameter of the model; the nearest is 'layers.0.q.weight'"
-    )
 
 
 def test_a_rank_that_does_not_exist_is_an_error():
@@ -390,16 +387,14 @@ def test_placements_are_parsed_to_their_short_form(declared, parsed):
 
 @pytest.mark.parametrize(
     "declared",
-    ["", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)", 0, None, (), ["R", 3], b"R"],
+    [
+        *("", " ", "r", "P(sum)", "S(-1)", "S(0", "S(0) S(1)", "RS(0)", "S(0);R", "_S(0)"),
+        *(0, None, (), ["R", 3], b"R", Partial()),
+    ],
 )
 def test_other_values_are_not_placements(declared):
     with pytest.raises(SubjectError, match=r"^Subject\(placements=\.\.\.\): .* is not a placement; write 'S\(0\)'"):
         parse_placements(declared)
-
-
-def test_a_partial_is_not_a_placement_of_a_parameter():
-    with pytest.raises(SubjectError, match="is not a placement"):
-        parse_placements(Partial())
 
 
 @pytest.mark.parametrize(
@@ -440,12 +435,6 @@ def test_a_pattern_that_matches_on_no_rank_is_reported():
     assert list(both.unmatched.values()) == [
         "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'layers.0.q.weight'"
     ]
-
-
-@pytest.mark.parametrize("name", ["scheduler", "ema.slow", ""])
-def test_names_of_what_is_beside_the_model_are_those_of_entries(name):
-    with pytest.raises(SubjectError, match=r"should be a name such as 'ema', without dots, and not that of scheduler="):
-        subject(beside={name: nn.Linear(2, 2)})
 
 
 def test_a_parameter_that_cannot_be_passed_by_name_gets_nothing():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,13 +14,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.drawn.judge import fans_of, limit, measure_ratio, wrong_fan
 from pytest_fsdp_meta.checks.drawn.observe import HEAD, SAMPLE, spread_of
-from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
-from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.evidence import DrawnTensor
 from pytest_fsdp_meta.ranks.watching import DTensorDraws, watching
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec, current
+from pytest_fsdp_meta.worlds import Rank, current
 from tests.checks.evidence_factory import parameter
-from tests.world_help import trial_preload, world_of
+from tests.trial_help import observe
+from tests.world_help import world_of
 
 SIZE = 16
 
@@ -164,11 +161,6 @@ def test_the_spread_of_a_shards_fan_is_found(ranks):
     assert limit(300) > 5
 
 
-def observed(load: Callable[..., Any], mesh: dict[str, int]) -> Evidence:
-    trial = Trial(WorldSpec(mesh, timeout=60.0), trial_preload(), steps=2, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), {"draws"})
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_the_references_own_draw_is_observed(written):
     def build() -> nn.Linear:
@@ -183,7 +175,7 @@ def test_the_references_own_draw_is_observed(written):
         local(linear).normal_(std=fsdp.rank + 1)
         return Subject(linear, reference=build, drawn="weight")
 
-    first, second = observed(load, {"dp_shard": 2}).draws
+    first, second = observe(load, wanted=["draws"]).draws
     assert [draw.name for draw in first.draws] == ["weight"]
     assert second.draws[0].own.variance > 2 * first.draws[0].own.variance
     if written:
@@ -194,6 +186,9 @@ def test_the_references_own_draw_is_observed(written):
 
 
 def test_nothing_is_observed_where_nothing_is_declared_drawn():
-    found = observed(lambda fsdp: Subject(sharded(), reference=lambda: nn.Linear(SIZE, SIZE, bias=False)), {"dp": 2})
+    def load(fsdp: Rank) -> Subject:
+        return Subject(sharded(), reference=lambda: nn.Linear(SIZE, SIZE, bias=False))
+
+    found = observe(load, wanted=["draws"], mesh={"dp": 2})
     assert found.draws is None
     assert found.unavailable["draws"].summary == "Subject(drawn=...) is not declared"

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close
 
-from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, plain, wrapped
 from pytest_fsdp_meta.ranks.inventory import memory_key, take_inventory
 from pytest_fsdp_meta.ranks.reference_record import Record, write_record
-from pytest_fsdp_meta.ranks.subclasses import plain, wrapped
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 

@@ -10,7 +10,7 @@ import torch
 
 from pytest_fsdp_meta.checks.simulation.facts import BytesOfRanks
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory, TensorFacts
-from pytest_fsdp_meta.trial.all_ranks import bytes_of_ranks
+from pytest_fsdp_meta.trial.simulation import bytes_of_ranks
 
 HSDP = (("dp_replicate", 2), ("dp_shard", 6))
 TP = (("dp_shard", 6), ("tp", 2))

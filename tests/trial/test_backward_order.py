@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -13,11 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import Rank
+from tests import trial_help
 
 PARITY = "grad_parity"
 
@@ -64,8 +61,7 @@ def observe(repeats: bool, **declared: Any) -> Evidence:
         batch = lambda step: {"x": torch.randn(4, 6, 8)}  # noqa: E731
         return Subject(model, reference=network, batch=batch, loss=squared, **declared)
 
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=2, tolerance={}, selection={PARITY})
-    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations([PARITY]))
+    return trial_help.observe(load, [PARITY], steps=2, selection={PARITY})
 
 
 def test_the_order_of_use_is_recorded():

@@ -16,7 +16,8 @@ from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer, settings_of
 from pytest_fsdp_meta.worlds import Rank
-from tests.trial.test_trial import batch, build, judged, loss, observed, subject
+from tests.trial.test_trial import judged, observed, subject
+from tests.trial_help import batch, build, loss
 
 Making = Callable[[nn.Module, Rank], torch.optim.Optimizer]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import Rank
+from tests import trial_help
 
 NORM, CLIP = "grad_norm_parity", "grad_clip_parity"
 Parameters = Iterable[nn.Parameter]
@@ -47,12 +43,11 @@ def observe(make: Make, precision: MixedPrecisionPolicy | None = None) -> Eviden
         batch = lambda step: {"x": torch.randn(8, 16)}  # noqa: E731
         return Subject(model, reference=build, batch=batch, loss=squared, clip_grad_norm=make(model, fsdp))
 
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=2, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations([NORM, CLIP]))
+    return trial_help.observe(load, [NORM, CLIP], steps=2)
 
 
-def judged(evidence: Evidence) -> dict[str, Any]:
-    return {id: judge(built_in()[id], evidence, built_in()) for id in (NORM, CLIP)}
+def judged(evidence: Evidence) -> dict[str, Verdict]:
+    return trial_help.judge_all(evidence, [NORM, CLIP])
 
 
 def whole(tensor: Tensor) -> Tensor:

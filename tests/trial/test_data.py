@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,13 +19,10 @@ from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.checks.data.observe import MOST_BATCHES
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial_help import judge_all, observe
 
 FOLLOW, RESUME, LOSSES = "batches_follow_the_mesh", "batches_resume", "loss_parity"
-TWO = {"dp_shard": 2}
 PASSED = (("passed", ""), ("passed", ""))
 NOT_SAVED = "the loader of batches has no state_dict and load_state_dict, which keep its position; declare Subject("
 ROWS = torch.arange(22.0).view(22, 1).expand(22, 4).contiguous()
@@ -51,22 +47,19 @@ def load(fsdp: Rank, **declared: Any) -> Subject:
 def observed(
     declare: Callable[[Rank], Mapping[str, Any]],
     checks: Iterable[str] = (FOLLOW, RESUME),
-    mesh: Mapping[str, int] = TWO,
-    timeout: float = 60,
+    **how: Any,
 ) -> Evidence:
     """Take the observations of these checks; ``declare`` returns the declared fields on each rank."""
 
     def loader(fsdp: Rank) -> Subject:
         return load(fsdp, **declare(fsdp))
 
-    trial = Trial(WorldSpec(dict(mesh), timeout=timeout), trial_preload(), steps=3, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(loader), {}, "fsdp"), built_in().observations(checks))
+    return observe(loader, checks, **how)
 
 
 def judged(declare: Callable[[Rank], Mapping[str, Any]], *checks: str, **how: Any) -> dict[str, Verdict]:
     checks = checks or (FOLLOW, RESUME)
-    evidence, catalogue = observed(declare, checks, **how), built_in()
-    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+    return judge_all(observed(declare, checks, **how), checks)
 
 
 def outcome(found: Mapping[str, Verdict]) -> tuple[tuple[str, str], ...]:
@@ -127,11 +120,6 @@ def of_rank(fsdp: Rank) -> DataLoader[Any]:
 
 def of_mesh(fsdp: Rank) -> DataLoader[Any]:
     return sampled(TensorDataset(ROWS), fsdp.mesh.size(), fsdp.mesh.get_local_rank())
-
-
-def of_group(fsdp: Rank) -> DataLoader[Any]:
-    group = fsdp.mesh.get_group()
-    return sampled(TensorDataset(ROWS), group.size(), group.rank())
 
 
 RIGHT: dict[str, Callable[[Rank], Any]] = {

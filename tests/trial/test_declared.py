@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
-
-
-def observe(loader, *wanted):
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=2, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(loader), wants_rank="fsdp"), set(wanted))
+from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial_help import observe
 
 
 def test_a_pattern_may_match_on_another_rank():
@@ -24,7 +17,7 @@ def test_a_pattern_may_match_on_another_rank():
         model = nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2), "router": nn.Linear(2, 2)})
         return Subject(model, on_some_ranks="expert*", frozen="expert1.bias")
 
-    facts = observe(load, "inventory").subject
+    facts = observe(load, wanted=["inventory"]).subject
     assert sorted(facts.on_some_ranks) == ["expert0.bias", "expert0.weight", "expert1.bias", "expert1.weight"]
     assert facts.frozen == {"expert1.bias": "expert1.bias"}
 
@@ -34,7 +27,7 @@ def test_a_pattern_that_matches_on_no_rank_is_an_error():
         return Subject(nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2)}), on_some_ranks="experts.*")
 
     with pytest.raises(LoaderFailed) as caught:
-        observe(load, "inventory")
+        observe(load, wanted=["inventory"])
     assert caught.value.summary == (
         "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'expert0.bias'"
     )
@@ -58,8 +51,7 @@ def test_the_reference_trains_from_what_the_loader_drew(drawn):
         )
 
     # No check of the values is selected, so a wrong value is not adopted.
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), 2, {}, selection={"loss_parity"})
-    evidence = trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), {"values", "training"})
+    evidence = observe(load, wanted=["values", "training"], steps=2, selection={"loss_parity"})
     same = evidence.reference.losses[0] == pytest.approx(evidence.training[0].losses[0])
     assert (same, evidence.reference.adopted) == (drawn, ())
 
@@ -74,7 +66,7 @@ def loses(loss, batch=ROWS):
     def load(fsdp: Rank) -> Subject:
         return Subject(build(), reference=build, drawn="*", batch=lambda step: {"x": batch}, loss=loss)
 
-    return observe(load, "training").unavailable["training"].summary
+    return observe(load, wanted=["training"]).unavailable["training"].summary
 
 
 REAL = "but should return a real number of a floating dtype"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,9 @@ from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.checks.tracing.facts import AGREES
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import SEED, Rank, WorldSpec, current
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import SEED, Rank, current
+from tests import trial_help
 
 pytestmark = pytest.mark.slow
 
@@ -48,19 +45,15 @@ attention that it changes is off by twice the noise."""
 def observe(
     loader: Callable[[Rank], Subject],
     mesh: dict[str, int] = FSDP,
-    localise: bool = False,
-    selection: frozenset[str] | None = None,
     also: tuple[str, ...] = (),
-    timeout: float = 60.0,
+    **options: Any,
 ) -> Evidence:
-    trial = Trial(WorldSpec(mesh, timeout=timeout), trial_preload(), 2, {}, selection=selection, localise=localise)
-    wanted = built_in().observations([*PARITY, *also])
-    return trial.observe(Call(cloudpickle.dumps(loader), wants_rank="fsdp"), wanted)
+    return trial_help.observe(loader, [*PARITY, *also], mesh=mesh, steps=2, **options)
 
 
 def origins(evidence: Evidence) -> dict[str, set[str]]:
     """Return the check that failed -> where it says that the difference starts."""
-    found = {id: judge(built_in()[id], evidence, built_in()) for id in PARITY}
+    found = trial_help.judge_all(evidence, PARITY)
     return {id: {f.origin for f in verdict.findings} for id, verdict in found.items() if verdict.status == "failed"}
 
 

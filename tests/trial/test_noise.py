@@ -6,7 +6,6 @@ import os
 import signal
 from functools import partial
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,8 @@ from fixtures.forms_optimizers import StochasticallyRounding
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, Noise
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import Rank
+from tests import trial_help
 
 PARITY = ("grad_parity", "grad_norm_parity", "second_grad_parity", "update_parity", "loss_parity")
 ADAMW = partial(AdamW, lr=1e-2, foreach=False)
@@ -69,8 +66,7 @@ def observe(
         fields = {"batch": batch, "loss": squared, "optimizer": ADAMW, **declared}
         return Subject(model, reference=build, **fields)
 
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60.0), trial_preload(), steps=3, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(load), wants_rank="fsdp"), built_in().observations(PARITY))
+    return trial_help.observe(load, PARITY)
 
 
 def noise_of(evidence: Evidence) -> Noise:
@@ -80,7 +76,7 @@ def noise_of(evidence: Evidence) -> Noise:
 
 
 def statuses(evidence: Evidence) -> set[str]:
-    return {judge(built_in()[id], evidence, built_in()).status for id in PARITY}
+    return {verdict.status for verdict in trial_help.judge_all(evidence, PARITY).values()}
 
 
 STOCHASTIC = {

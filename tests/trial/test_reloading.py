@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,32 +30,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Unavailable
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.trial.world_sizes import other_size
+from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.trial.loads import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import is_running, trial_preload
+from tests.trial_help import batch, build, judge_all, loss, observe
+from tests.world_help import is_running
 
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
 OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
 ALL = (REPEATABLE, NAMES, ROUND_TRIP, RESHARDS, EXPORTS, OPTIMIZER, RESUME, AGAIN)
 SAVING = (ROUND_TRIP, RESHARDS, OPTIMIZER, RESUME, AGAIN)
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def sharded(fsdp: Rank, model: nn.Module) -> nn.Module:
@@ -73,21 +59,43 @@ def judged(
     function: Callable[..., Any], checks: Collection[str] = ALL, size: int = 2, timeout: float = 60, **arguments: Any
 ) -> dict[str, Verdict]:
     """Return the verdicts of these checks; only the observations that they read are taken."""
-    catalogue = built_in()
-    wanted: set[str] = set()
-    todo = list(checks)
-    while todo:
-        check = catalogue[todo.pop()]
-        wanted |= {*check.needs, *check.uses}
-        todo += check.after
-    trial = Trial(WorldSpec({"dp_shard": size}, timeout=timeout), trial_preload(), steps=3, tolerance={})
-    packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-    evidence = trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
-    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+    evidence = observe(function, checks, mesh={"dp_shard": size}, timeout=timeout, arguments=arguments)
+    return judge_all(evidence, checks)
 
 
 def statuses(verdicts: dict[str, Verdict]) -> dict[str, str]:
     return {id: found.status for id, found in verdicts.items()}
+
+
+def for_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def from_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+
+
+def plain(parameters: Iterable[nn.Parameter], lr: float = 0.1) -> torch.optim.Optimizer:
+    """Return an optimizer without state."""
+    return torch.optim.SGD(parameters, lr=lr, foreach=False)
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    # The saved state has torch's own names, whatever a hook of the model makes of them.
+    tensors = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    torch.save([tensors, optimizer and optimizer.state_dict()], folder / f"{torch.distributed.get_rank()}.pt")
+
+
+def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    # The checkpoint has DTensors in the optimizer's state.
+    tensors, state = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.to_local().copy_(tensors[name])
+    if optimizer is not None:
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -322,16 +330,6 @@ def test_a_loader_for_one_world_size_only():
 
 
 def test_a_checkpoint_that_another_world_size_refuses():
-    def save(model, optimizer, folder):
-        own = {name: parameter.to_local() for name, parameter in model.named_parameters()}
-        torch.save(own, folder / f"r{torch.distributed.get_rank()}.pt")
-
-    def resume(model, optimizer, folder):
-        own = torch.load(folder / f"r{torch.distributed.get_rank()}.pt")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.to_local().copy_(own[name])
-
     found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS))
     assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
     assert [(one.tensor, one.ranks, one.actual.partition(" tensor ")[0]) for one in found[RESHARDS].findings] == [
@@ -340,18 +338,13 @@ def test_a_checkpoint_that_another_world_size_refuses():
 
 
 def test_a_resume_that_needs_the_optimizer_gets_it_where_it_was_saved():
-    def save(model, optimizer, folder):
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-
     def resume(model, optimizer, folder):
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state)
+        from_torch(model, optimizer, folder)
         optimizer.state.clear()
 
-    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), (ROUND_TRIP, RESHARDS, RESUME))
+    found = judged(lambda fsdp: declared(fsdp, build(), save=for_torch, resume=resume), (ROUND_TRIP, RESHARDS, RESUME))
     assert [found[id].status for id in (ROUND_TRIP, RESHARDS)] == ["passed", "passed"]
-    model_alone = {"save": save, "resume": resume, "batch": None, "loss": None}
+    model_alone = {"save": for_torch, "resume": resume, "batch": None, "loss": None}
     found = judged(lambda fsdp: declared(fsdp, build(), **model_alone), (RESHARDS,))
     assert found[RESHARDS].status == "error"
     assert "'NoneType' object has no attribute 'state'" in found[RESHARDS].reason
@@ -459,21 +452,6 @@ def test_saving_that_hangs_or_ends_a_rank_is_not_retried(tmp_path, how):
     assert all(message in one.reason for one in found.values())
     assert found[ROUND_TRIP].detail.startswith("saving hung or ended a rank, and is not tried again:\n\nrank")
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
-
-
-def for_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-
-
-def from_torch(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state)
-
-
-def plain(parameters: Iterable[nn.Parameter], lr: float = 0.1) -> torch.optim.Optimizer:
-    """Return an optimizer without state."""
-    return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 
 @pytest.mark.nightly
@@ -671,16 +649,11 @@ def test_a_rank_that_ends_after_saving_does_not_fail_the_round_trip():
         return nn.Sequential(Fragile(4, 4), nn.Linear(4, 2))
 
     def save(model, optimizer, folder):
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        for_torch(model, optimizer, folder)
         model[0].saved = True
 
-    def resume(model, optimizer, folder):
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state)
-
     def loader(fsdp):
-        return declared(fsdp, fragile(), build=fragile, save=save, resume=resume)
+        return declared(fsdp, fragile(), build=fragile, save=save, resume=from_torch)
 
     found = judged(loader, (ROUND_TRIP, RESUME))
     assert statuses(found) == {ROUND_TRIP: "passed", RESUME: "error"}
@@ -807,22 +780,6 @@ def test_optimizer_state_with_other_placements_than_its_parameter():
         return Subject(model, reference=embedding, batch=lambda step: tokens, loss=loss, data_parallel=(0, 1))
 
     assert statuses(judged(loader, (ROUND_TRIP, OPTIMIZER))) == {ROUND_TRIP: "passed", OPTIMIZER: "passed"}
-
-
-def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    # The saved state has torch's own names, whatever a hook of the model makes of them.
-    tensors = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
-    torch.save([tensors, optimizer and optimizer.state_dict()], folder / f"{torch.distributed.get_rank()}.pt")
-
-
-def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    # The checkpoint has DTensors in the optimizer's state.
-    tensors, state = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.to_local().copy_(tensors[name])
-    if optimizer is not None:
-        optimizer.load_state_dict(state)
 
 
 def rename_first(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 from tests.trial import test_reloading
-from tests.trial.test_trial import PARITY, batch, build, judged, loss, observed, subject
+from tests.trial.test_trial import PARITY, judged, observed, subject
+from tests.trial_help import batch, build, loss
 
 UNINITIALISED, BUFFERS = "no_uninitialized_memory", "buffers_equal_reference"
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial_help import batch, judge_all, loss, observe
 
 TRAINING = ("loss_parity", "grad_parity", "second_grad_parity", "update_parity", "resume_parity")
 
@@ -27,14 +24,6 @@ TRAINING = ("loss_parity", "grad_parity", "second_grad_parity", "update_parity",
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -57,11 +46,8 @@ def judged(
     function: Any = None,
     **declared: Any,
 ) -> dict[str, Verdict]:
-    catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=timeout), trial_preload(), steps=steps, tolerance={})
     function = function or partial(load, train_step=train_step, **declared)
-    evidence = trial.observe(Call(cloudpickle.dumps(function), {}, "fsdp"), catalogue.observations(checks))
-    return {id: judge(catalogue[id], evidence, catalogue) for id in checks}
+    return judge_all(observe(function, checks, timeout=timeout, steps=steps), checks)
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
@@ -70,6 +56,20 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
     optimizer.step()
     optimizer.zero_grad()
     return found
+
+
+def clipping(scale: float = 1.0, loss: Any = loss, clip: Any = nn.utils.clip_grad_norm_) -> Any:
+    """Return a step that clips to 0.01, after it has scaled the loss."""
+
+    def step(model, optimizer, batch):
+        found = loss(model, batch)
+        (found * scale).backward()
+        clip(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return step
 
 
 def test_a_step_in_training_mode_that_zeroes_first_and_returns_a_float():
@@ -113,23 +113,12 @@ def test_a_step_gets_the_wrapper_that_the_loader_built():
         found.optimizer = Wrapper(adam(found.model.parameters()))
         return found
 
-    catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    evidence = trial.observe(Call(cloudpickle.dumps(wrapped), {}, "fsdp"), catalogue.observations(["update_parity"]))
-    assert judge(catalogue["update_parity"], evidence, catalogue).status == "passed"
+    assert judged(None, ["update_parity"], function=wrapped)["update_parity"].status == "passed"
 
 
 def test_gradients_are_compared_as_the_optimizer_gets_them():
-    def clipping(model, optimizer, batch):
-        found = loss(model, batch)
-        found.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    assert judged(clipping, ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "passed"
-    undeclared = judged(clipping, ["grad_parity"])["grad_parity"]
+    assert judged(clipping(), ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "passed"
+    undeclared = judged(clipping(), ["grad_parity"])["grad_parity"]
     assert undeclared.status == "failed"
     assert undeclared.findings[0].remedy.startswith("if train_step clips, declare Subject(max_grad_norm=<its bound>)")
     plain = judged(plain_step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"]
@@ -140,18 +129,11 @@ def test_the_reference_clips_with_the_function_of_the_author():
     def by_largest(parameters, bound):
         return nn.utils.clip_grad_norm_(parameters, bound, norm_type=float("inf"))
 
-    def clipping(model, optimizer, batch):
-        found = loss(model, batch)
-        found.backward()
-        by_largest(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
+    step = clipping(clip=by_largest)
     checks = ("grad_parity", "second_grad_parity", "update_parity", "loss_parity")
-    found = judged(clipping, checks, max_grad_norm=0.01, clip_grad_norm=by_largest)
+    found = judged(step, checks, max_grad_norm=0.01, clip_grad_norm=by_largest)
     assert {id: one.status for id, one in found.items()} == dict.fromkeys(checks, "passed"), found
-    assert judged(clipping, ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "failed"
+    assert judged(step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "failed"
 
 
 def test_a_part_of_the_model_in_training_mode_has_no_dropout():
@@ -248,18 +230,6 @@ def test_an_error_of_an_observer_is_not_the_steps():
 # A wrong scale that clipping hides.
 
 
-def clipping(scale: float = 1.0) -> Any:
-    def step(model, optimizer, batch):
-        found = loss(model, batch)
-        (found * scale).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    return step
-
-
 @pytest.mark.parametrize(("scale", "text"), [(0.5, "1/2"), (2.0, "2"), (0.3, "0.3")])
 def test_gradients_that_were_scaled_before_clipping(scale, text):
     checks = ("grad_parity", "update_parity", "loss_parity")
@@ -283,14 +253,7 @@ class Fused(torch.autograd.Function):
 
 
 def test_a_loss_that_ignores_the_factor_of_its_backward_has_no_wrong_scale():
-    def step(model, optimizer, batch):
-        found = Fused.apply(model(**batch))
-        found.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
+    step = clipping(loss=lambda model, batch: Fused.apply(model(**batch)))
     found = judged(step, ["grad_parity"], max_grad_norm=0.01)["grad_parity"]
     assert found.status == "passed", found.findings
 
@@ -314,10 +277,7 @@ def test_a_step_that_takes_gradients_without_a_backward_has_no_wrong_scale():
             build(), reference=build, batch=batch, loss=loss, optimizer=adam, train_step=step, max_grad_norm=0.01
         )
 
-    catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    evidence = trial.observe(Call(cloudpickle.dumps(plain), {}, "fsdp"), catalogue.observations(["grad_parity"]))
-    found = judge(catalogue["grad_parity"], evidence, catalogue)
+    found = judged(None, ["grad_parity"], function=plain)["grad_parity"]
     assert found.status == "passed", (found.findings, found.reason)
 
 
@@ -344,10 +304,7 @@ def test_gradients_that_are_clipped_in_another_precision_have_no_wrong_scale():
         declared = {"reference": build, "batch": batch, "loss": loss, "optimizer": adam}
         return Subject(model, train_step=clipping(), max_grad_norm=0.01, **declared)
 
-    catalogue = built_in()
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    evidence = trial.observe(Call(cloudpickle.dumps(in_bfloat16), {}, "fsdp"), catalogue.observations(["grad_parity"]))
-    assert judge(catalogue["grad_parity"], evidence, catalogue).status == "passed"
+    assert judged(None, ["grad_parity"], function=in_bfloat16)["grad_parity"].status == "passed"
 
 
 # Other numbers of backwards on some ranks.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -23,24 +21,15 @@ from fixtures.forms_buffers import (
     tracked_subject,
 )
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
-from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial_help import judge_all, observe
 
 CHECKS = ("buffers_follow_training", "replicas_stay_equal")
 
 
-def observed(load: Callable[..., Any], ranks: int = 2) -> Evidence:
-    trial = Trial(WorldSpec({"dp_shard": ranks}, timeout=60), trial_preload(), steps=3, tolerance={})
-    return trial.observe(Call(cloudpickle.dumps(load), {}, "fsdp"), built_in().observations(CHECKS))
-
-
-def judged(evidence: Evidence) -> dict[str, Verdict]:
-    catalogue = built_in()
-    return {id: judge(catalogue[id], evidence, catalogue) for id in CHECKS}
+def judged(load: Callable[[Rank], Subject]) -> dict[str, Verdict]:
+    return judge_all(observe(load, CHECKS), CHECKS)
 
 
 def in_bfloat16(fsdp: Rank) -> Subject:
@@ -71,9 +60,7 @@ def routed_and_checkpointed(fsdp: Rank) -> Subject:
     ],
 )
 def test_right_buffers_pass(load):
-    assert {id: (v.status, v.reason) for id, v in judged(observed(load)).items()} == dict.fromkeys(
-        CHECKS, ("passed", "")
-    )
+    assert {id: (v.status, v.reason) for id, v in judged(load).items()} == dict.fromkeys(CHECKS, ("passed", ""))
 
 
 @pytest.mark.nightly
@@ -83,7 +70,7 @@ def test_wrong_buffers_are_found_in_bfloat16_as_well():
         made.model.hidden[0].reduce = sum_of_ranks
         return made
 
-    (found,) = judged(observed(load))["buffers_follow_training"].findings
+    (found,) = judged(load)["buffers_follow_training"].findings
     assert (found.tensor, found.ranks) == ("hidden.0.mean", (0, 1))
 
 
@@ -93,7 +80,7 @@ def test_without_a_reference_the_replicas_are_compared():
         made.reference = None
         return made
 
-    verdicts = judged(observed(load))
+    verdicts = judged(load)
     assert [f.tensor for f in verdicts["replicas_stay_equal"].findings] == ["hidden.0.mean"]
     assert verdicts["buffers_follow_training"].why == "not declared"
 
@@ -107,7 +94,7 @@ def test_a_buffer_with_an_offset_of_each_rank_is_not_a_replica():
         model.hidden[0].forwards += 100 * fsdp.rank
         return tracked_subject(model)
 
-    assert [id for id, verdict in judged(observed(load)).items() if verdict.findings] == []
+    assert [id for id, verdict in judged(load).items() if verdict.findings] == []
 
 
 @pytest.mark.nightly
@@ -119,12 +106,12 @@ def test_only_what_changed_is_recorded():
         made.reference = build_with_constant
         return made
 
-    evidence = observed(load)
+    evidence = observe(load, CHECKS)
     for run in evidence.training:
         assert {c.name for c in run.buffers.first} == {c.name for c in run.buffers.last}
         assert {c.name for c in run.buffers.last} == {"hidden.0.mean", "hidden.0.forwards"}
         assert run.buffers.forwards == 0
-    pieces = observed(routed_in_pieces).training[0].buffers
+    pieces = observe(routed_in_pieces, CHECKS).training[0].buffers
     assert pieces.forwards == 6
 
 

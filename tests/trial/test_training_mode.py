@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
-from tests.world_help import trial_preload
+from pytest_fsdp_meta.worlds import Rank
+from tests.trial_help import judge_all, observe
 
 FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
 
@@ -55,14 +52,11 @@ def load(fsdp: Rank, seeds: bool = True, **declared: Any) -> Subject:
 
 
 def observed(checks: Iterable[str] = (FOLLOW,), function: Any = load, **declared: Any) -> Evidence:
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    call = Call(cloudpickle.dumps(partial(function, **declared)), {}, "fsdp")
-    return trial.observe(call, built_in().observations(checks))
+    return observe(partial(function, **declared), checks)
 
 
 def judged(evidence: Evidence, id: str = FOLLOW) -> Verdict:
-    catalogue = built_in()
-    return judge(catalogue[id], evidence, catalogue)
+    return judge_all(evidence, [id])[id]
 
 
 def test_the_step_starts_from_the_random_state_that_the_loader_left():

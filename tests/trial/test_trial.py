@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,30 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.trial import LoaderFailed, Trial
-from pytest_fsdp_meta.worlds import Rank, WorldSpec
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
+from pytest_fsdp_meta.trial import LoaderFailed
+from pytest_fsdp_meta.trial.observations import ONE_LOAD
+from pytest_fsdp_meta.trial.reloading import MORE_LOADS
+from pytest_fsdp_meta.trial.table import with_needed
+from pytest_fsdp_meta.worlds import Rank
 from tests.checks.evidence_factory import findings_of
-from tests.world_help import trial_preload
+from tests.trial_help import batch, build, judge_all, loss, observe
 
 TRAINABLE, PARITY = "requires_grad_matches_reference", "loss_parity"
 TRAINED = [check.id for check in built_in() if "training" in check.needs]
-
-
-def build() -> nn.Sequential:
-    """Build the reference, which freezes nothing, like one that is just read from a checkpoint."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    return {"input": torch.linspace(-1.0, 1.0, 16).view(4, 4) + step}
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
@@ -65,15 +53,11 @@ OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
 
 
 def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
-    evidence = observed(function)
-    catalogue = built_in()
-    return {check.id: judge(check, evidence, catalogue) for check in catalogue if {*check.needs} <= OBSERVED}
+    return judge_all(observed(function), [check.id for check in built_in() if {*check.needs} <= OBSERVED])
 
 
 def observed(function: Callable[[Rank], Subject]) -> Evidence:
-    trial = Trial(WorldSpec({"dp_shard": 2}, timeout=60), trial_preload(), steps=3, tolerance={})
-    loader = Call(cloudpickle.dumps(function), wants_rank="fsdp")
-    return trial.observe(loader, OBSERVED)
+    return observe(function, wanted=OBSERVED)
 
 
 def test_declared_frozen_parameters_are_frozen_in_the_reference():
@@ -165,10 +149,8 @@ def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_stored_evidence_gets_the_same_verdicts():
     evidence = observed(frozen_as_declared)
-    catalogue = built_in()
-    first = {check.id: judge(check, evidence, catalogue).status for check in catalogue}
     stored = pickle.loads(pickle.dumps(evidence))
-    assert {check.id: judge(check, stored, catalogue).status for check in catalogue} == first
+    assert judge_all(stored, built_in().ids()) == judge_all(evidence, built_in().ids())
 
 
 def wrong_batch(step: int) -> dict[str, Tensor]:
@@ -278,8 +260,7 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
 @pytest.mark.parametrize("make", [decaying, scheduled])
 def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
     evidence = observed(with_optimizer(make))
-    catalogue = built_in()
-    verdicts = {check.id: judge(check, evidence, catalogue) for check in catalogue}
+    verdicts = judge_all(evidence, built_in().ids())
     assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == set()
     assert verdicts[PARITY].status == "passed"
     assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
@@ -441,3 +422,24 @@ def test_an_unknown_attribute_without_a_similar_name():
     with pytest.raises(LoaderFailed) as caught:
         observed(keeping_attribute("zzz", mark=True))
     assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"
+
+
+ROWS = (*ONE_LOAD, *MORE_LOADS)
+"""The tables of observations."""
+
+
+def test_every_observation_has_a_row():
+    """The inventory comes with the load, the simulation is another trial, and "kept" serves "resharded" only."""
+    names = [row.name for row in ROWS]
+    assert sorted([*names, "inventory", "simulation"]) == sorted([*OBSERVATIONS, "kept"])
+
+
+def test_rows_follow_those_that_they_need_or_use():
+    names = [row.name for row in ROWS]
+    assert all(names.index(other) < index for index, row in enumerate(ROWS) for other in (*row.needs, *row.uses))
+
+
+def test_what_an_observation_needs_is_taken_too():
+    assert with_needed({"restored_again"}, ROWS) == {"restored_again", "saved_again", "continued", "state_dict"}
+    assert with_needed({"resharded"}, ROWS) == {"resharded", "kept", "state_dict", "reference"}
+    assert with_needed({"memory"}, ROWS) == {"memory"}

@@ -53,8 +53,7 @@ def describe_model(model: Any, kind: Any, loader: str) -> Transformers:
     """Return the type of a model that was built, and the sizes of its config that ``tiny_config`` does not have."""
     from transformers import CONFIG_MAPPING
 
-    from pytest_fsdp_meta.transformers.checkpoints import MAX_PARAMETERS
-    from pytest_fsdp_meta.transformers.sizes import tiny_config
+    from pytest_fsdp_meta.transformers.tiny import MAX_PARAMETERS, tiny_config
 
     found, config = describe_class(kind), model.config.to_dict()
     if found.model_type not in CONFIG_MAPPING:
@@ -86,7 +85,7 @@ def fit_parts(kind: Any, parts: dict[str, Part], given: Mapping[str, Any], whole
     """Give the parts that became sizes of a config tiny values; ``whole`` was unpacked. Return whether any changed."""
     from transformers import CONFIG_MAPPING
 
-    from pytest_fsdp_meta.transformers.sizes import SIZES, tiny_config
+    from pytest_fsdp_meta.transformers.tiny import SIZES, tiny_config
 
     if kind.model_type not in CONFIG_MAPPING:
         return False

@@ -1,4 +1,7 @@
-"""Describe tensors that know their own layout: DTensors, and plain tensors, which are whole."""
+"""Describe tensors that know their own layout: DTensors, and plain tensors, which are whole.
+
+Tensor subclasses, such as torchao's, are read as the plain tensors that they wrap or stand for.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.loader.placements import short_placement
+from pytest_fsdp_meta.loader.validation import short_placement
 from pytest_fsdp_meta.ranks.layout import regions as layout_regions
 from pytest_fsdp_meta.ranks.layout import slice_runs
-from pytest_fsdp_meta.ranks.subclasses import plain, wrapped
-from pytest_fsdp_meta.ranks.torch_private import local_tensor
+from pytest_fsdp_meta.ranks.torch_private import AsyncCollectiveTensor, local_tensor
 
 
 def own_part(tensor: Tensor) -> Part:
@@ -109,3 +111,42 @@ def held_regions(tensor: Tensor) -> tuple[Region, ...]:
         for p in tensor.placements
     ]
     return layout_regions(tensor.shape, shards, mesh.shape, mesh.coordinate)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether the tensor consists of others, by the methods with which FSDP and torch.compile take it apart."""
+    kind = type(tensor)
+    return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def wrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of subclasses that change only how it is computed with, in the same memory.
+
+    They hold one tensor of their own shape and dtype: float8 weights of torchao, which are cast when FSDP gathers them.
+    A collective that is still running has to be waited for, which any operation does.
+    """
+    while is_wrapper(tensor) and not isinstance(tensor, (DTensor, AsyncCollectiveTensor)):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (tensor.shape, tensor.dtype):
+            break
+        [tensor] = inner
+    return tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the values as a plain tensor: what is ``wrapped``, or a copy of what several tensors stand for.
+
+    Quantised weights have their numbers and scales in tensors of other shapes. A subclass that does not say how to
+    compute its values is returned as it is.
+    """
+    tensor = wrapped(tensor)
+    if isinstance(tensor, DTensor) or not is_wrapper(tensor):
+        return tensor
+    compute = getattr(tensor, "get_original_weight", None)  # of NF4, whose dequantize() is another function
+    if compute is None and type(tensor).dequantize is not Tensor.dequantize:
+        compute = tensor.dequantize
+    if compute is None:
+        return tensor
+    with torch.no_grad():
+        values: Tensor = compute()
+    return values

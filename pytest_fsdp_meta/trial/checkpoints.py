@@ -1,9 +1,13 @@
-"""Load checkpoints in a world of another size, and compare what it then has."""
+"""Keep the files of checkpoints, and load them in a world of another size, to compare what it then has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import Comparison, Resharded
@@ -13,6 +17,30 @@ from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.checkpoint.observe.saved_state import Held
+
+
+@contextmanager
+def restored_if_deleted(folder: Path, kept: Path) -> Iterator[None]:
+    """Put files back at the end that are gone by then: an author's save() may delete earlier checkpoints.
+
+    What cannot be kept, because a background writer moves files, is then missing as the author left it.
+    """
+    with suppress(OSError):
+        shutil.copytree(folder, kept, symlinks=True, copy_function=_link)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            shutil.copytree(kept, folder, symlinks=True, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file of a checkpoint, which may be large, if it is missing; copy it where no links are possible."""
+    if not os.path.exists(target):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
 
 
 @dataclass(frozen=True)
