@@ -66,7 +66,7 @@ STEPS = (
     Step(
         "gloo: ranks that share a GPU",
         90,
-        "if only the export crashes, gloo reads memory of the GPU: worlds/rank/host_collectives.py lacks an operator",
+        "if only the export crashes, gloo reads memory of the GPU: worlds/rank/process_groups.py lacks an operator",
         (*ON_GPU, "-k", "gloo"),
     ),
     Step(

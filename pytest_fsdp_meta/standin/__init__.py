@@ -16,7 +16,6 @@ BACKEND = f"cpu:gloo,{NAME}:gloo"
 
 def activate(devices: int) -> None:
     """Give this process the devices ``standin:0`` to ``standin:(devices - 1)``; ``prepare`` must have built them."""
-    from pytest_fsdp_meta.standin import collectives, device_module
+    from pytest_fsdp_meta.standin import device_module
 
     device_module.register(devices)
-    collectives.register()

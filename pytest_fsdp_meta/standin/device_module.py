@@ -1,9 +1,14 @@
-"""``torch.standin``: what torch and frameworks call on the module of a device, as they do on ``torch.cuda``."""
+"""``torch.standin``: what torch and frameworks call on the module of a device, as they do on ``torch.cuda``.
+
+Beside it, the collectives of tensors on the stand-in.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
 from importlib.machinery import ExtensionFileLoader
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,10 +21,18 @@ MEMORY = 2**33
 """Bytes that a device says it has; it takes what the host has."""
 CAPABILITY = (8, 0)
 """The compute capability that a device says it has: of a GPU with bfloat16."""
+OPERATORS = (
+    *("broadcast_", "reduce_", "gather_", "scatter_", "send", "recv_", "recv_any_source_", "barrier"),
+    *("allreduce_", "allreduce_coalesced_", "alltoall_", "alltoall_base_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+)
+"""torch's operators of c10d; each gets its tensors, and a process group."""
+_libraries: list[torch.library.Library] = []
 
 
 def register(devices: int) -> None:
-    """Load the compiled device into this process and give it this number of devices."""
+    """Load the compiled device into this process, give it this number of devices, and let it send their tensors."""
     loader = ExtensionFileLoader(MODULE, str(library()))
     spec = importlib.util.spec_from_file_location(MODULE, loader.path, loader=loader)
     assert spec is not None
@@ -29,6 +42,13 @@ def register(devices: int) -> None:
     core.set_device_count(devices)
     torch._register_device_module(NAME, DeviceModule(core))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    collectives = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        # torch has its own for this dispatch key, which look for a backend of the device.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        for name in OPERATORS:
+            collectives.impl(name, _on_cpu(name), "PrivateUse1", allow_override=True)
+    _libraries.append(collectives)  # torch uses the implementations as long as it is referenced
 
 
 class DeviceModule(ModuleType):
@@ -194,3 +214,34 @@ def _device_class(module: DeviceModule) -> type:
             module.set_device(self._before)
 
     return device
+
+
+def _on_cpu(name: str) -> Callable[..., Any]:
+    """Return a function that runs the operator on CPU tensors with the same memory, and returns the given tensors."""
+    operator = getattr(torch.ops.c10d, name).default
+    as_cpu = torch.get_device_module(NAME).as_cpu
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        devices = {tensor.device for tensor in _tensors(args)}
+        if len(devices) > 1:
+            raise RuntimeError(f"c10d::{name}: all tensors should be on one device, not {sorted(map(str, devices))}")
+        given = args[0]
+        done = operator(*[_lowered(arg, as_cpu) for arg in args], **kwargs)
+        # Operators that change tensors return them beside the work that is to be waited for.
+        return (given, done[1]) if isinstance(done, tuple) else done
+
+    return run
+
+
+def _lowered(value: Any, as_cpu: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return as_cpu(value)
+    return [_lowered(each, as_cpu) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import hang
-from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
 from pytest_fsdp_meta.worlds.engine import Member, Message, receive
 from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
 from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, POST_MORTEM, RETURNING
@@ -148,7 +147,7 @@ class Conversation:
         others = sorted({member.rank for member in self.members} - set(waiting))
         answered = [RankFailure(rank, "answered", "had answered", found[rank].stack, when + 1) for rank in others]
         flights = {rank: whereabouts.flight for rank, whereabouts in found.items()}
-        view, states = hang.describe(flights, returned=others), rank_states(found, others, verb)
+        view, states = hang.describe(flights, returned=others), hang.rank_states(found, others, verb)
         return Replies(failures=late + answered, view=view, states=states)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.conversation import Conversation, Replies, pack_call, unpack_results
-from pytest_fsdp_meta.worlds.diagnosis import disk
 from pytest_fsdp_meta.worlds.engine import Engine, Member, Message
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.listener import Listener
@@ -157,7 +156,9 @@ class World:
 
     def _describe_shortage(self, error: OSError) -> str:
         """Return one line that says what this machine has run out of and what to do, or "" for another error."""
-        return disk.hint(self._folder or tempfile.gettempdir(), error) or processes.describe_descriptor_limit(error)
+        return temp_folders.describe_full_disk(
+            self._folder or tempfile.gettempdir(), error
+        ) or processes.describe_descriptor_limit(error)
 
     def close(self) -> None:
         """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_fsdp_meta.worlds import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Collective, Flight, Whereabouts
-from pytest_fsdp_meta.worlds.diagnosis.headline import rank_states
+from pytest_fsdp_meta.worlds.diagnosis.hang import rank_states
 
 STACK = '  File "/work/test_x.py", line {line} in {function}\n  File "{library}/torch/x.py", line 5 in wait'
 

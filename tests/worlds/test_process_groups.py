@@ -17,9 +17,8 @@ import pytest
 
 from pytest_fsdp_meta.worlds import Engine, ForkServerEngine, World, WorldError, WorldSpec, current
 from pytest_fsdp_meta.worlds.local.member import LocalMember
-from pytest_fsdp_meta.worlds.rank.host_collectives import OPERATORS, through_host
 from pytest_fsdp_meta.worlds.rank.main import Assignment
-from pytest_fsdp_meta.worlds.rank.rendezvous import SCHEMES
+from pytest_fsdp_meta.worlds.rank.process_groups import OPERATORS, SCHEMES, through_host
 from pytest_fsdp_meta.worlds.spec import Place
 from tests.conftest import Project
 from tests.ray.ray_help import cluster_of, engine_of

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import current
-from pytest_fsdp_meta.worlds.diagnosis import disk
-from pytest_fsdp_meta.worlds.system import processes
+from pytest_fsdp_meta.worlds.system import processes, temp_folders
 from tests.world_help import ROOT, SOON, fails, on_rank, world
 
 pytestmark = pytest.mark.usefixtures("next_world_works")
@@ -117,7 +116,7 @@ def test_a_flood_of_output_does_not_fill_the_disk() -> None:
     flooded = world(2)
     held = flooded.run(flood)
     if sys.platform == "linux":
-        assert max(held) < disk.MAX_OUTPUT
+        assert max(held) < temp_folders.MAX_OUTPUT
     flooded.close()
     for output in flooded.outputs():
         assert output.startswith("(the last 65536 of 314572")
@@ -216,8 +215,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_other_errors_do_not_mean_a_full_disk(tmp_path: Path) -> None:
-    assert not disk.hint(tmp_path, PermissionError("no"))
-    assert not disk.hint(tmp_path, ValueError("no"))
-    assert not disk.hint(tmp_path / "gone", OSError(28, "No space left on device"))
-    assert not disk.hint(tmp_path, RuntimeError(), "No space left on device"), "the full disk is another one"
-    assert disk.hint("/proc", RuntimeError(), "No space left on device").startswith("the disk of /proc is full (0 KiB")
+    assert not temp_folders.describe_full_disk(tmp_path, PermissionError("no"))
+    assert not temp_folders.describe_full_disk(tmp_path, ValueError("no"))
+    assert not temp_folders.describe_full_disk(tmp_path / "gone", OSError(28, "No space left on device"))
+    assert not temp_folders.describe_full_disk(tmp_path, RuntimeError(), "No space left on device"), (
+        "the full disk is another one"
+    )
+    assert temp_folders.describe_full_disk("/proc", RuntimeError(), "No space left on device").startswith(
+        "the disk of /proc is full (0 KiB"
+    )

@@ -161,7 +161,7 @@ class Probe:
         """Call the loader once, with the values that are known by now."""
         import torch.distributed as dist
 
-        from pytest_fsdp_meta.worlds.rank.alone import FAKE
+        from pytest_fsdp_meta.worlds.rank.process_groups import FAKE
 
         watch, rank = self._watch, current()
         rank = replace(rank, device=torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_fsdp_meta.plugin._pytest_private import uncaptured
 from pytest_fsdp_meta.worlds import ObservedWorld, WorldError
-from pytest_fsdp_meta.worlds.system.terminal import Terminal
+from pytest_fsdp_meta.worlds.rank.debugging import Terminal
 
 PDB_PLUGIN = "pdbinvoke"
 """The name of the plugin that pytest registers for --pdb."""

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds.diagnosis import disk, flight_recorder
+from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import CUT_OFF, CUT_OFF_MARK
 from pytest_fsdp_meta.worlds.rank import tracebacks
-from pytest_fsdp_meta.worlds.system import messages, output
+from pytest_fsdp_meta.worlds.system import messages, output, temp_folders
 
 POLL_INTERVAL = 0.5
 """Seconds between two checks how much this rank has written and whether its pipe is still open."""
@@ -49,7 +49,7 @@ class Channel:
             try:
                 while not pipe.poll(POLL_INTERVAL * 1000):
                     self._check_pipe()
-                    disk.bound(self._output)
+                    temp_folders.bound_output(self._output)
                 note = self._connection.recv_bytes()
             except (EOFError, OSError):
                 self._check_pipe()

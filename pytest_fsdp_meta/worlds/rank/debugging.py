@@ -12,6 +12,7 @@ import os
 import pdb
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,11 +21,12 @@ from typing import Any
 
 from pytest_fsdp_meta.worlds.failures import cause_of
 from pytest_fsdp_meta.worlds.rank.channel import Channel
-from pytest_fsdp_meta.worlds.system.terminal import PATH
 
 BORROWING, RETURNING = "borrowing the terminal", "returning the terminal"
 POST_MORTEM = "post mortem"
 """The kind of the message that asks a rank for a post-mortem debugger, and of its answer when the user has left it."""
+TERMINAL = "/dev/tty"
+"""The controlling terminal of whichever process opens it."""
 _has_terminal = False
 
 
@@ -103,7 +105,7 @@ def _at_the_terminal() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             # Ignore Ctrl-Z: the shell waits for pytest, which would wait for a stopped rank for ever.
             stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, signal.SIG_IGN))
-        terminal = os.open(PATH, os.O_RDWR)
+        terminal = os.open(TERMINAL, os.O_RDWR)
         for descriptor in (0, 1, 2):
             original = os.dup(descriptor)
             stack.callback(os.close, original)
@@ -122,3 +124,47 @@ def _at_the_terminal() -> Iterator[None]:
             yield
         finally:
             _has_terminal = False
+
+
+class Terminal:
+    """The terminal of this process, open until ``close``.
+
+    Raises ValueError, with the reason, if this process has no terminal to lend.
+    """
+
+    def __init__(self) -> None:
+        if not os.isatty(0):
+            raise ValueError("stdin is not a terminal")
+        try:
+            self._terminal = os.open(TERMINAL, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            raise ValueError("the pytest process has no terminal") from None
+        if os.tcgetpgrp(self._terminal) != os.getpgrp():
+            self.close()
+            raise ValueError("pytest runs in the background of its terminal")
+
+    def close(self) -> None:
+        os.close(self._terminal)
+
+    @contextmanager
+    def lent_to(self, pid: int) -> Iterator[None]:
+        """Send the keyboard, and so Ctrl-C, to this process, which leads a process group of the same session.
+
+        Raises ValueError if the process has ended.
+        """
+        modes = termios.tcgetattr(self._terminal)
+        try:
+            os.tcsetpgrp(self._terminal, pid)
+        except OSError as error:
+            raise ValueError(f"the system refused to lend it to that process ({error})") from error
+        try:
+            yield
+        finally:
+            # Taking the terminal back from the background raises SIGTTOU, which would stop this process.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+            try:
+                with suppress(OSError):  # the terminal was closed meanwhile
+                    os.tcsetpgrp(self._terminal, os.getpgrp())
+                    termios.tcsetattr(self._terminal, termios.TCSADRAIN, modes)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)

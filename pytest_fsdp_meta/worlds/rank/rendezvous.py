@@ -7,19 +7,15 @@ import random
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
 
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
-from pytest_fsdp_meta.worlds.rank import alone, host_collectives, shapes
+from pytest_fsdp_meta.worlds.rank import process_groups, shapes
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.spec import Place, WorldSpec
 
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
 SEED = 20240229
 COMPOSITE = {("cuda", "nccl"): "cpu:gloo,cuda:nccl", (standin.NAME, "gloo"): standin.BACKEND}
 """What torch makes of a group without a backend, as under torchrun: collectives of CPU tensors work as well."""
-SCHEMES = ("env", "tcp")
-"""URL schemes of ``init_process_group`` that can lead to the store of the world."""
 
 
 @dataclass
@@ -131,9 +125,9 @@ def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
     if spec.simulated:
         return _join_alone(me, spec)
     if device.type == "cuda" and spec.backend == "gloo":
-        me._library = host_collectives.use_host()
+        me._library = process_groups.use_host()
     if spec.process_group == "loader":
-        watch_groups(address, port, place.rank, spec.size)
+        process_groups.watch_groups(address, port, place.rank, spec.size)
         return me
     dist.init_process_group(
         COMPOSITE.get((spec.device_type, spec.backend), spec.backend),
@@ -156,12 +150,12 @@ def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
     import torch.distributed as dist
 
     me.device = torch.device("meta")
-    alone.make_all_groups_fake(lambda rank, size: _check_group((me.rank, rank), (spec.size, size)))
-    alone.put_all_meshes_on_cpu()
+    process_groups.make_all_groups_fake(me.rank, spec.size)
+    process_groups.put_all_meshes_on_cpu()
     if spec.process_group == "loader":
         return me
-    dist.init_process_group(alone.FAKE, rank=me.rank, world_size=spec.size)
-    me._mesh = dist.device_mesh.init_device_mesh(alone.CPU, tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
+    dist.init_process_group(process_groups.FAKE, rank=me.rank, world_size=spec.size)
+    me._mesh = dist.device_mesh.init_device_mesh("cpu", tuple(spec.mesh.values()), mesh_dim_names=tuple(spec.mesh))
     return me
 
 
@@ -268,53 +262,3 @@ def torchrun_environment(place: Place, size: int, address: str, port: int) -> di
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-
-
-def watch_groups(address: str, port: int, own_rank: int, world_size: int) -> None:
-    """Let a loader make, destroy and make a process group again through the store at this address.
-
-    With another rank, or more ranks than the world has, they would wait for each other until the time is up; that is
-    an error at once. torch leaves keys of the first group in the store, and ranks of the second would read them. So
-    each group after the first gets a prefix. Private: ``_rendezvous_handlers``, because torch's public
-    ``register_rendezvous_handler`` refuses to replace a handler.
-    """
-    # By name, because the attribute torch.distributed.rendezvous is a function that hides the module.
-    handlers = getattr(import_module("torch.distributed.rendezvous"), alone.HANDLERS, {})
-    groups = count()
-
-    def with_prefix(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-            import torch.distributed as dist
-
-            through_our_store = _address_of(url) == (address, port)
-            for store, rank, size in handler(url, *args, **kwargs):
-                if through_our_store:
-                    _check_group((own_rank, rank), (world_size, size))
-                earlier = next(groups) if through_our_store else 0
-                yield (dist.PrefixStore(f"again{earlier}", store) if earlier else store), rank, size
-
-        return meet
-
-    for scheme in SCHEMES:
-        if scheme in handlers:
-            handlers[scheme] = with_prefix(handlers[scheme])
-
-
-def _check_group(ranks: tuple[int, int], sizes: tuple[int, int]) -> None:
-    """Raise ValueError for (own, given) ranks and sizes that no group can have. A group of one rank waits for none."""
-    (own, rank), (world_size, size) = ranks, sizes
-    if size > 1 and (rank != own or size > world_size):
-        given = [f"rank={rank}"] * (rank != own) + [f"world_size={size}"] * (size > world_size)
-        where = f"on rank {own} of" if rank != own else "in"
-        raise ValueError(
-            f"init_process_group({', '.join(given)}) {where} a world of {world_size}: leave rank and world_size out, "
-            "or take them from the environment (RANK, WORLD_SIZE)"
-        )
-
-
-def _address_of(url: str) -> tuple[str, int]:
-    """Return the address and port that a rendezvous URL stands for."""
-    parts = urlsplit(url)
-    if parts.scheme == "env":
-        return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    return parts.hostname or "", parts.port or 0

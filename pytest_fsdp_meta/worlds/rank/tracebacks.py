@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from pytest_fsdp_meta.text import counted, first_line
-from pytest_fsdp_meta.worlds.diagnosis.headline import is_library
+from pytest_fsdp_meta.worlds.diagnosis.hang import is_library
 
 PLUMBING = (
     "multiprocessing/",

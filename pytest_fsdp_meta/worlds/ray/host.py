@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.worlds.diagnosis import disk
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.local.member import LocalMember
@@ -102,7 +101,8 @@ class Host:
                 member = self._engine.launch_rank(task)
             except Exception as error:
                 stack.close()  # before the message: once it has arrived, nothing must be left here
-                why = f"could not start a rank: {disk.hint(tempfile.gettempdir(), error) or _describe(error)}"
+                cause = temp_folders.describe_full_disk(tempfile.gettempdir(), error) or _describe(error)
+                why = f"could not start a rank: {cause}"
                 _send(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
                 return
             relay = _Relay(parent, member, folder)

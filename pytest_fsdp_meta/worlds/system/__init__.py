@@ -1,1 +1,1 @@
-"""What worlds need from the operating system: messages, output, processes, temporary folders and the terminal."""
+"""What worlds need from the operating system: messages, output, processes and temporary folders."""
