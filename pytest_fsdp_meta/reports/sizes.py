@@ -1,11 +1,24 @@
-"""What a simulated loader needs by world size, as lines of the terminal's summary."""
+"""What a simulated loader needs by world size: lines of the terminal's totals, and a table with bars on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize, SimulatedStep
+from pytest_fsdp_meta.checks.simulation.facts import ModuleTraffic, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.text import as_bytes
+
+BAR_WIDTH, BAR_HEIGHT = 320, 14
+"""Sizes (px) of the bar of a world."""
+MOST_MODULES = 8
+"""Rows of the table of modules."""
+PARTS = {
+    "held": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "rest": "activations, gathered parameters and all else at the peak",
+}
+"""The parts of a bar, from left to right."""
 
 
 def describe_sizes(sizes: Sequence[SimulatedSize], device_memory: int) -> Iterator[str]:
@@ -76,3 +89,65 @@ def _listed(sizes: Sequence[int], joint: str) -> str:
     """Return the sizes as "16, 128 and 1024"."""
     *most, last = map(str, sizes)
     return f"{', '.join(most)} {joint} {last}" if most else last
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One part of a bar: where it begins and how wide it is, in pixels."""
+
+    part: str
+    left: float
+    width: float
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A world of one size; ``why`` says why it has no step."""
+
+    size: SimulatedSize
+    step: SimulatedStep | None
+    why: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The worlds of a loader, smallest first; ``limit`` is where the memory of a device ends in the bars."""
+
+    rows: tuple[SizeRow, ...]
+    limit: float | None
+    fit: str
+    sent: tuple[tuple[Traffic, ModuleTraffic], ...]
+    """What is sent for modules in a step of the largest world, most first."""
+
+
+def size_view(sizes: Sequence[SimulatedSize], device_memory: int) -> Sizes | None:
+    """Return the table of a loader; None if it was not simulated."""
+    if not sizes:
+        return None
+    ordered = smallest_first(sizes)
+    needed = [sum(nbytes for _, nbytes in _parts(size)) for size in ordered]
+    scale = BAR_WIDTH / max(1, device_memory, *needed)
+    rows = tuple(SizeRow(size, size.step, why_no_step(size), tuple(_bars(size, scale))) for size in ordered)
+    fit = describe_fit(ordered, device_memory) if device_memory else ""
+    largest = ordered[-1].step
+    sent = [(traffic, part) for traffic in (largest.traffic if largest else ()) for part in traffic.modules]
+    sent.sort(key=lambda pair: pair[1].nbytes, reverse=True)
+    return Sizes(rows, device_memory * scale if device_memory else None, fit, tuple(sent[:MOST_MODULES]))
+
+
+def _parts(size: SimulatedSize) -> Iterator[tuple[str, int]]:
+    if size.problem:
+        return
+    yield "held", size.largest
+    if step := size.step:
+        yield "gradients", step.gradients
+        yield "optimizer", step.optimizer
+        yield "rest", max(0, step.peak - size.largest - step.gradients - step.optimizer)
+
+
+def _bars(size: SimulatedSize, scale: float) -> Iterator[Bar]:
+    left = 0.0
+    for part, nbytes in _parts(size):
+        yield Bar(part, left, nbytes * scale)
+        left += nbytes * scale

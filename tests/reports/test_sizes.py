@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
 
 from pytest_fsdp_meta.checks.simulation.facts import (
     BytesOfRanks,
@@ -14,7 +15,6 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     SimulatedStep,
     Traffic,
 )
-from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.text import as_bytes
 

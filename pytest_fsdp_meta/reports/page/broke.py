@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.page.findings import Line, as_line
-from pytest_fsdp_meta.reports.page.view import CheckView, LoaderView, PageView
+from pytest_fsdp_meta.reports.page.checks import CheckView, Line, as_line
+from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import group_similar
 

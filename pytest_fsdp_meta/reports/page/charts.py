@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from pytest_fsdp_meta.reports.page.plots import Line, Plot, bytes_axis, linear_axis, log_axis, step_axis, time_axis
-from pytest_fsdp_meta.reports.page.units import describe_loss
 from pytest_fsdp_meta.reports.schema import Curves, Summary
 
 FLOOR = 1e-9
@@ -145,3 +144,8 @@ def _positive(value: float | None) -> float | None:
 
 def _finite(values: Sequence[float]) -> list[tuple[float, float | None]]:
     return [(step, value if isfinite(value) else None) for step, value in enumerate(values, 1)]
+
+
+def describe_loss(value: float) -> str:
+    """Return a loss with six digits, or "nan" or "inf"."""
+    return f"{value:.6g}" if isfinite(value) else str(value)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, floor, log2, log10
 
-from pytest_fsdp_meta.reports.page.units import describe_bytes
-
 SIDE = 1000
 MOST_TICKS = 6
 MOST_COLUMNS = 24
@@ -188,3 +186,15 @@ def _round_step(extent: float) -> float:
 
 def _ticks(low: float, high: float, apart: float) -> tuple[float, ...]:
     return tuple(number * apart for number in range(ceil(low / apart), floor(high / apart) + 1))
+
+
+def describe_bytes(size: int | None) -> str:
+    """Return a text such as "1.5 MiB"."""
+    if size is None:
+        return "unknown"
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.5:  # larger values would be rounded to 1024
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

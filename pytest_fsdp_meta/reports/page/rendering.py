@@ -7,6 +7,7 @@ import hashlib
 import json
 import shlex
 import zlib
+from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,14 +18,15 @@ from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
-from pytest_fsdp_meta.reports.page.findings import MOST_DETAILS
+from pytest_fsdp_meta.reports.page.charts import describe_loss
+from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
-from pytest_fsdp_meta.reports.page.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
+from pytest_fsdp_meta.reports.page.plots import describe_bytes
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
-from pytest_fsdp_meta.reports.page.units import describe_bytes, describe_duration, describe_loss, describe_time
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
+from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
@@ -176,3 +178,21 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def describe_duration(seconds: float) -> str:
+    """Return a text such as "12 ms", "3.4 s" or "5 min 20 s"."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def describe_time(text: str) -> str:
+    """Return an ISO 8601 time as "2026-11-20 22:30:00 UTC"; any other text unchanged."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M:%S %Z")
+    except ValueError:
+        return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2, prod
@@ -54,9 +54,39 @@ class Scale:
     most: int
 
 
+@dataclass(frozen=True)
+class TrafficView:
+    """The collectives of ranks that issued the same ones, while loading or in one training step."""
+
+    title: str
+    ranks: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    rows: tuple[Row, ...]
+    left: int
+    total: int
+    largest: int
+    """The bytes of the loader's largest collective on any rank, to which all bars are drawn."""
+
+
 def largest_of(issued: Iterable[Sequence[Collective]]) -> int:
     """Return the bytes of the largest collective."""
     return max((size_of(one) or 0 for collectives in issued for one in collectives), default=0)
+
+
+def show_traffic(
+    title: str, issued: Sequence[tuple[tuple[int, ...], tuple[Collective, ...]]], largest: int
+) -> Iterator[TrafficView]:
+    """Group ranks that issued the same collectives in one phase; of process groups, only the size counts."""
+    groups: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
+    for ranks, collectives in issued:
+        key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
+        groups.setdefault(key, ([], collectives))[0].extend(ranks)
+    scale = Scale(largest, max((len(collectives) for _, collectives in groups.values()), default=0))
+    for same, collectives in groups.values():
+        if collectives:
+            rows, left = fold_rows(collectives)
+            kinds = group_by_kind(collectives, scale)
+            yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), largest)
 
 
 def group_by_kind(collectives: Sequence[Collective], scale: Scale) -> tuple[Kind, ...]:

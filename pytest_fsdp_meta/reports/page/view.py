@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
-from pytest_fsdp_meta.checks.collectives.facts import Collective
-from pytest_fsdp_meta.reports.failures import describe_failures, explain_pass, is_crashed
+from pytest_fsdp_meta.reports.failures import describe_failures, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, loss_chart, plot_memory
-from pytest_fsdp_meta.reports.page.findings import Cause, group_by_cause
-from pytest_fsdp_meta.reports.page.history import HistoryView, history_view
+from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.plots import Plot
-from pytest_fsdp_meta.reports.page.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
-from pytest_fsdp_meta.reports.page.traffic import Kind, Row, Scale, fold_rows, group_by_kind, largest_of
+from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
     BAD,
-    FAILED,
     JUDGED,
     SKIPS,
     STATUSES,
     UNACCOUNTED,
     CatalogueRecord,
-    CheckRecord,
     LoaderRecord,
     Report,
     count_kinds,
@@ -36,7 +31,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
     is_bad,
 )
-from pytest_fsdp_meta.reports.terminal import origins
+from pytest_fsdp_meta.reports.sizes import Sizes, size_view
 from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
@@ -68,69 +63,6 @@ MOST_CLEAN = 5
 """Rows of loaders without failures in the matrix that are not folded into one."""
 MOST_LISTED = 60
 """Closed sections of failing loaders that are listed; the others are folded."""
-
-
-@dataclass(frozen=True)
-class CheckView:
-    """A check of one loader."""
-
-    anchor: str
-    record: CheckRecord
-    promise: str
-    family: str
-    history: HistoryView | None = None
-
-    @property
-    def mark(self) -> str:
-        """The further class of its cell in the matrix, after a space."""
-        return f" {self.history.mark}" if self.history and self.history.mark else ""
-
-    @property
-    def note(self) -> str:
-        """What its cell says beside its status, after a comma."""
-        return f", {self.history.note}" if self.history and self.history.note else ""
-
-    @property
-    def kind(self) -> str:
-        return self.record.kind
-
-    @property
-    def reason(self) -> str:
-        """Why it did not simply pass or fail."""
-        is_unexpected = self.kind == "xpassed"
-        return explain_pass(self.record.reason, self.record.check) if is_unexpected else self.record.reason
-
-    @property
-    def cell(self) -> str:
-        """The id of its cell in the matrix."""
-        return "cell" + self.anchor.removeprefix("loader")
-
-    @property
-    def has_details(self) -> bool:
-        """Whether the page shows an article about the check: it failed, or was expected to."""
-        return self.record.status in FAILED or bool(self.record.findings)
-
-    @cached_property
-    def causes(self) -> tuple[Cause, ...]:
-        return group_by_cause(self.record.findings)
-
-    @property
-    def origins(self) -> tuple[str, ...]:
-        return origins(self.record.findings)
-
-
-@dataclass(frozen=True)
-class TrafficView:
-    """The collectives of ranks that issued the same ones, while loading or in one training step."""
-
-    title: str
-    ranks: tuple[int, ...]
-    kinds: tuple[Kind, ...]
-    rows: tuple[Row, ...]
-    left: int
-    total: int
-    largest: int
-    """The bytes of the loader's largest collective on any rank, to which all bars are drawn."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +136,7 @@ class LoaderView:
             "while loading": [(one.ranks, one.loading) for one in traffic],
         }
         scale = largest_of(collectives for issued in phases.values() for _, collectives in issued)
-        return tuple(part for title, issued in phases.items() for part in _traffic(title, issued, scale))
+        return tuple(part for title, issued in phases.items() for part in show_traffic(title, issued, scale))
 
     @cached_property
     def losses(self) -> LossChart | None:
@@ -391,22 +323,6 @@ def _checks(
         history = history_view(one, report)
         checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family, history)
     return checks
-
-
-def _traffic(
-    title: str, issued: Sequence[tuple[tuple[int, ...], tuple[Collective, ...]]], largest: int
-) -> Iterator[TrafficView]:
-    """Group ranks that issued the same collectives in one phase; of process groups, only the size counts."""
-    groups: dict[object, tuple[list[int], tuple[Collective, ...]]] = {}
-    for ranks, collectives in issued:
-        key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
-        groups.setdefault(key, ([], collectives))[0].extend(ranks)
-    scale = Scale(largest, max((len(collectives) for _, collectives in groups.values()), default=0))
-    for same, collectives in groups.values():
-        if collectives:
-            rows, left = fold_rows(collectives)
-            kinds = group_by_kind(collectives, scale)
-            yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), largest)
 
 
 def _in_order(counts: Mapping[str, int]) -> dict[str, int]:

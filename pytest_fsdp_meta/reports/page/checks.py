@@ -1,11 +1,13 @@
-"""The last runs of a check as a strip of bars, and the words beside it."""
+"""A check of a loader as the page shows it: its findings by cause, and its last runs as a strip of bars."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.history import (
     BROKEN,
     GOOD,
@@ -18,13 +20,61 @@ from pytest_fsdp_meta.reports.history import (
     run_of,
     starts_of,
 )
-from pytest_fsdp_meta.reports.schema import ABSENT, CheckRecord, Report
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.reports.schema import ABSENT, FAILED, CheckRecord, FindingRecord, Report
+from pytest_fsdp_meta.reports.terminal import by_cause, group_similar, origins
+from pytest_fsdp_meta.text import first_of, fold_names
 
+MOST_DETAILS = 500
+"""Tensors of one line whose details are listed; report.json has them all."""
 STEP, BAR, HEIGHT = 8, 6, 16
 """Widths of a run and of its bar, and the height of the strip (px)."""
 HEIGHTS = {"bad": HEIGHT, "good": 6, "other": 3}
 """The height of a bar (px) by the state of the run: failures stand out without colours."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Tensors with the same mismatch on the same ranks. ``names`` is empty for the whole model."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    actual: str
+    expected: str
+    details: tuple[tuple[str, str], ...] = ()
+    """(name, detail) of those that have one."""
+
+    @property
+    def folded(self) -> tuple[str, ...]:
+        return tuple(fold_names(self.names))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause and its remedy, with the findings that it explains."""
+
+    cause: str
+    remedy: str
+    lines: tuple[Line, ...]
+
+
+def group_by_cause(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
+    """Group findings by cause, in the order in which the judge reported them."""
+    return tuple(
+        Cause(cause, remedy, tuple(map(as_line, group_similar(group))))
+        for (cause, remedy), group in by_cause(findings).items()
+    )
+
+
+def as_line(findings: Sequence[FindingRecord]) -> Line:
+    """Return findings that differ only in tensor and detail as one line."""
+    first = findings[0]
+    return Line(
+        names=tuple(dict.fromkeys(one.tensor for one in findings if one.tensor is not None)),
+        ranks=first.ranks,
+        actual=first.actual,
+        expected=first.expected,
+        details=tuple((one.tensor or "", one.detail) for one in findings if one.detail),
+    )
 
 
 @dataclass(frozen=True)
@@ -103,3 +153,52 @@ def history_view(check: CheckRecord, report: Report) -> HistoryView | None:
     elif history.broken_since is not None and history.broken_since != this:
         since = f"new cause; it failed for another one since {describe_moment(history.broken_since)}"
     return HistoryView(check, history.results + letter_of(check), since, bool(starts))
+
+
+@dataclass(frozen=True)
+class CheckView:
+    """A check of one loader."""
+
+    anchor: str
+    record: CheckRecord
+    promise: str
+    family: str
+    history: HistoryView | None = None
+
+    @property
+    def mark(self) -> str:
+        """The further class of its cell in the matrix, after a space."""
+        return f" {self.history.mark}" if self.history and self.history.mark else ""
+
+    @property
+    def note(self) -> str:
+        """What its cell says beside its status, after a comma."""
+        return f", {self.history.note}" if self.history and self.history.note else ""
+
+    @property
+    def kind(self) -> str:
+        return self.record.kind
+
+    @property
+    def reason(self) -> str:
+        """Why it did not simply pass or fail."""
+        is_unexpected = self.kind == "xpassed"
+        return explain_pass(self.record.reason, self.record.check) if is_unexpected else self.record.reason
+
+    @property
+    def cell(self) -> str:
+        """The id of its cell in the matrix."""
+        return "cell" + self.anchor.removeprefix("loader")
+
+    @property
+    def has_details(self) -> bool:
+        """Whether the page shows an article about the check: it failed, or was expected to."""
+        return self.record.status in FAILED or bool(self.record.findings)
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        return group_by_cause(self.record.findings)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return origins(self.record.findings)
