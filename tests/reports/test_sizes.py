@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from pytest_fsdp_meta.reports.page.sizes import BAR_WIDTH, size_view
 
 from pytest_fsdp_meta.checks.simulation.facts import (
     BytesOfRanks,
@@ -15,7 +14,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     SimulatedStep,
     Traffic,
 )
-from pytest_fsdp_meta.reports.sizes import describe_sizes
+from pytest_fsdp_meta.reports.sizes import BAR_WIDTH, describe_sizes, size_view
 from pytest_fsdp_meta.text import as_bytes
 
 GIB = 2**30
