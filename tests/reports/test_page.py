@@ -23,7 +23,8 @@ from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import loss_chart
 from pytest_fsdp_meta.reports.page.checks import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
-from pytest_fsdp_meta.reports.page.rendering import describe_bytes, describe_duration, describe_time, printable
+from pytest_fsdp_meta.reports.page.plots import describe_bytes
+from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
