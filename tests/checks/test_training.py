@@ -129,6 +129,17 @@ def test_a_crash_of_a_sound_model_is_an_error():
             assert (found.status, found.detail) == ("error", "..."), check.id
 
 
+@pytest.mark.parametrize("shares", [((3, 8), (1, 8)), ((8, 3), (8, 1))], ids=["labels", "shifted labels"])
+def test_means_over_own_labels_are_named(shares):
+    evidence = losses(healthy(2), (1.5, 1.5, 1.25), (3.5, 1.5, 1.25))
+    runs = zip(evidence.training, shares, strict=True)
+    own = tuple(replace(run, labels=(first, (4, 4), (4, 4))) for run, first in runs)
+    (finding,) = verdict(PARITY, replace(evidence, training=own)).findings
+    assert finding.cause.startswith(
+        "each rank averages over its own labels, and the ranks have different numbers of labels"
+    )
+
+
 def test_a_wrong_model_does_not_explain_a_failed_second_load():
     wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), "repetition", **FAILED)
     assert verdict("load_is_repeatable", wrong).status == "error"
