@@ -179,8 +179,6 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport]) -> E
 
 def _rounds(dtype: torch.dtype, values: Tensor) -> bool:
     """Return whether this dtype cannot hold the values."""
-    if dtype == values.dtype:
-        return False
     held = values.to(dtype).to(values.dtype)
     return bool(((held != values) & (values == values)).any())
 
