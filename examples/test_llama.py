@@ -29,6 +29,7 @@ def load_sharded(path, mesh, device):  # your own loading code
 def tiny_llama(tmp_path_factory):
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     path = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(path)
     return path
 

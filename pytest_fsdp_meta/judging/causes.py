@@ -186,7 +186,8 @@ _SHIFTED: Explanation = {
 }
 _TRANSPOSED: Explanation = {
     "cause": "it is transposed: only as many elements are right as are on the diagonal, and a square shape hides it",
-    "remedy": "transpose it while loading if the checkpoint's module uses the other layout (x @ W instead of W @ x)",
+    "remedy": "transpose it while loading if the checkpoint's module uses the other layout: x @ W instead of W @ x, or "
+    "width before height",
 }
 _IN_PART: Explanation = {
     "cause": "a part of it is right: rows, heads or experts were reordered, transposed or left out",

@@ -118,6 +118,7 @@ def _describe_story(story: Story) -> Iterator[str]:
         return
     subject = f"**{escaped(story.subject)}**, {'likely cause: ' if story.cause else ''}" if story.subject else ""
     yield f"* {subject}{escaped(story.headline)}{since}"
+    yield from (f"  * where it starts: {escaped(origin)}" for origin in story.starts)
     if story.remedy:
         yield f"  * remedy: {escaped(story.remedy)}"
     alike: dict[tuple[str, str], list[str]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from pytest_fsdp_meta.reports.compare import Change, Comparison
 from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
@@ -14,6 +13,8 @@ from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, origin
 from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
+MOST_STARTS = 2
+"""Places named for one cause, where it starts."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class Story:
         }[self.kind]
 
     @property
-    def origins(self) -> tuple[str, ...]:
-        """Where the difference starts, or the user's lines that an error points to."""
-        found = (
-            origins(place.findings) if place.findings else filter(None, (check.place for check in place.checks))
-            for place in self.places
-        )
-        return tuple(dict.fromkeys(chain.from_iterable(found)))
+    def starts(self) -> tuple[str, ...]:
+        """Where the differences that the findings describe start, for the first of them."""
+        return origins(finding for place in self.places for finding in place.findings)[:MOST_STARTS]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The user's lines that the first of the errors point to."""
+        found = dict.fromkeys(check.place for place in self.places for check in place.checks if check.place)
+        return tuple(found)[:MOST_STARTS]
 
     @property
     def again(self) -> str:

@@ -127,6 +127,8 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 def _describe_story(label: str, story: Story) -> Iterator[Line]:
     yield "", {}
     yield paragraph(label, story.headline), {"bold": True}
+    for origin in story.starts:
+        yield paragraph("   where it starts: ", origin), {}
     if story.remedy:
         yield paragraph("   remedy: ", story.remedy), {}
     for place in story.places[:MOST_PLACES]:

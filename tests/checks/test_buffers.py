@@ -134,8 +134,8 @@ def test_scratch_memory_is_not_judged():
     runs = tuple(replace(run, after=transient(run.after)) for run in evidence.training)
     evidence = replace(evidence, training=runs)
     evidence = with_reference(evidence, after=transient(evidence.reference.after))
-    assert verdict(ID, evidence).reason.startswith("training changes no persistent buffer")
-    assert verdict(REPLICAS, evidence).reason.startswith("nothing is replicated")
+    assert verdict(ID, evidence).reason.startswith("in eval(), training changes no persistent buffer")
+    assert verdict(REPLICAS, evidence).reason.startswith("no parameter is replicated")
 
 
 def test_buffers_that_ddp_broadcasts_are_not_judged():

@@ -86,7 +86,7 @@ def test_checks_that_need_no_reference_pass_without_one(check):
         (OWNS, "nothing is trainable"),
         (STAY, "nothing is frozen"),
         (MOVES, "nothing is trainable"),
-        (REPLICAS, "nothing is replicated: no two ranks hold the same part of a tensor"),
+        (REPLICAS, "no parameter is replicated, and training changes no buffer that is"),
         (TIED, "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"),
     ],
 )
@@ -236,8 +236,8 @@ def test_a_cause_that_keeps_a_tensor_from_moving_is_reported_once(evidence, by):
 
 
 def test_replicas():
-    assert verdict(REPLICAS, healthy(2)).reason.startswith("nothing is replicated")
-    assert verdict(REPLICAS, healthy(1)).reason.startswith("nothing is replicated")
+    assert verdict(REPLICAS, healthy(2)).reason.startswith("no parameter is replicated")
+    assert verdict(REPLICAS, healthy(1)).reason.startswith("no parameter is replicated")
     assert verdict(REPLICAS, healthy(mesh=HYBRID)).status == "passed"
     assert verdict(REPLICAS, place(healthy(2), MIDDLE, {}, shape=(6, 4))).status == "passed"
 

@@ -68,6 +68,13 @@ def from_json(folder: Path, mesh):
     return finish(model, load_file(folder / "model.safetensors"), mesh)
 
 
+def tied(folder: Path, mesh):
+    with torch.device("cpu"):
+        model = Net(64, 16, tied=True)
+    weights = load_file(folder / "model.safetensors")
+    return finish(model, {name: weights["embed.weight"] for name in ("embed.weight", "head.weight")}, mesh)
+
+
 def fails(path, mesh, mode, tokenizer, tie_head=False):
     raise RuntimeError("the licence server does not answer")
 
@@ -105,7 +112,9 @@ def test_what_was_seen_suffices(repository: Project) -> None:
     _, text = init(repository, "from_json")
     assert '        "hidden_size": 32,\n' in text
     assert '(folder / "config.json").write_text(json.dumps(config))' in text
-    outcomes = repository.run("test_shards.py", "test_registry.py", "test_from_json.py").parseoutcomes()
+    init(repository, "tied")
+    names = ("shards", "registry", "from_json", "tied")
+    outcomes = repository.run(*(f"test_{name}.py" for name in names)).parseoutcomes()
     assert set(outcomes) == {"passed", "skipped"}
 
 

@@ -108,7 +108,7 @@ def test_a_crash_names_the_line_of_the_user_and_leads_to_the_loader():
     crashed = raised()
     crashed = replace(crashed, checks=tuple(replace(one, place="pkg/b.py:88") for one in crashed.checks))
     (card,) = cards(report(crashed))
-    assert (card.story.count, card.story.origins) == ("1 loader crashed", ("pkg/b.py:88",))
+    assert (card.story.count, card.story.lines) == ("1 loader crashed", ("pkg/b.py:88",))
     assert [(target.anchor, target.cell) for _, target in card.chips] == [("loader-1", "cell-1")]
     bare = LoaderRecord("a.py::a", crashed.world, (), error="no rank started")
     assert [card.story.count for card in cards(report(bare))] == ["1 loader crashed"]

@@ -306,7 +306,10 @@ def test_names_are_escaped_in_markdown(name):
 
 
 def test_the_summary_has_each_failure_once_with_its_cause_and_its_start():
-    old, new = finding("norm.weight", cause="nothing wrote to it", remedy="load it"), finding("head.bias")
+    old, new = (
+        finding("norm.weight", cause="nothing wrote to it", remedy="load it", origin="norm"),
+        finding("head.bias"),
+    )
     partly = check("grad_parity", "partly checked", reason="not checked: 1 tensor")
     before = run(check(CHECK, "failed", [old]))
     now = run(check(CHECK, "failed", [old, new]), partly)
@@ -315,6 +318,7 @@ def test_the_summary_has_each_failure_once_with_its_cause_and_its_start():
     mismatch = "ranks 0-3: wrong, but should be right"
     assert page.partition("**Failed**\n\n")[2].partition("**Compared")[0].splitlines() == [
         f"* **norm.weight**, likely cause: nothing wrote to it (also in {moment})",
+        "  * where it starts: norm",
         "  * remedy: load it",
         f"  * {CHECK} in {LLAMA}: norm.weight, {mismatch}",
         f"* **head.bias**, {CHECK}: no cause is known (new since {moment})",

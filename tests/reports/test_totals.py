@@ -105,7 +105,11 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
     clean = replace(clean, checks=(replace(clean.checks[0], seconds=2.0), clean.checks[1]))
     failing = loader_with("failed", "depends on a failed check", name="t.py::test_y")
     failing = replace(
-        failing, checks=(replace(failing.checks[0], findings=(FOUND, FOUND), seconds=2.0), failing.checks[1])
+        failing,
+        checks=(
+            replace(failing.checks[0], findings=(replace(FOUND, origin="blocks.0.norm"), FOUND), seconds=2.0),
+            failing.checks[1],
+        ),
     )
     assert list(describe_totals([clean, failing])) == [
         (
@@ -119,6 +123,7 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
         ),
         ("", {}),
         ("1. likely cause: nobody loads it", {"bold": True}),
+        ("   where it starts: blocks.0.norm", {}),
         ("   remedy: load it", {}),
         (
             f"   {IDS[0]} in t.py::test_y: a.weight, ranks 0, 1: on meta, but should be on a device and 1 more",

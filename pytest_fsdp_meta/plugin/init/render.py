@@ -177,7 +177,7 @@ class TestFile:
             load = "model.load_state_dict(safetensors.torch.load_file(shard), strict=False)"
             return ['for shard in folder.glob("*.safetensors"):', f"    {load}"]
         if self._seen.weights.library == "safetensors":
-            return [f'safetensors.torch.load_model(model, folder / "{name}")']
+            return [f'model.load_state_dict(safetensors.torch.load_file(folder / "{name}"))']
         self._imports.add(("torch", ""))
         return [f'model.load_state_dict(torch.load(folder / "{name}"))']
 
@@ -196,7 +196,9 @@ class TestFile:
             body = self._refuse_large() or self._todo("return ", what)
         else:
             make = 'folder = tmp_path_factory.mktemp("checkpoint")'
-            body = [*self._refuse_large(), make, *built[0], *self._save(built[1]), *self._save_config()]
+            self._imports.add(("torch", ""))
+            build = [make, "torch.manual_seed(0)", *built[0]]
+            body = [*self._refuse_large(), *build, *self._save(built[1]), *self._save_config()]
             body.append("return folder")
         self._write_fixture(f"Return a folder with small weights for {self._attribute}.", body)
         return True
@@ -206,16 +208,19 @@ class TestFile:
         assert self._seen.weights is not None
         name, is_torch = self._seen.weights.file, self._seen.weights.library == "torch"
         self._imports.add(("torch" if is_torch else "safetensors.torch", ""))
+        if is_torch:
+            return call("torch.save", [f"{model}.state_dict()", f'folder / "{name}"'])
+        # With both names of a tie, as loaders may read either. safetensors refuses tensors that share memory.
+        weights = f"weights = {{name: value.clone() for name, value in {model}.state_dict().items()}}"
         if not name.endswith(INDEX):
-            start = "torch.save" if is_torch else "safetensors.torch.save_model"
-            return call(start, [f"{model}.state_dict()" if is_torch else model, f'folder / "{name}"'])
+            return [weights, f'safetensors.torch.save_file(weights, folder / "{name}")']
         self._imports.add(("json", ""))
         return [
-            f"weights = {model}.state_dict()",
+            weights,
             f'shards = ["{SHARDS[0]}", "{SHARDS[1]}"]',
             "index = {name: shards[number % 2] for number, name in enumerate(weights)}",
             "for shard in shards:",
-            "    part = {name: weights[name].clone() for name in index if index[name] == shard}",
+            "    part = {name: weights[name] for name in index if index[name] == shard}",
             "    safetensors.torch.save_file(part, folder / shard)",
             'text = json.dumps({"metadata": {}, "weight_map": index})',
             f'(folder / "{name}").write_text(text)',

@@ -61,7 +61,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             explanation = _OWN_ROWS if kind == "buffer" else {}
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if not judged:
-        raise NotJudged("nothing is replicated: no two ranks hold the same part of a tensor")
+        raise NotJudged("no parameter is replicated, and training changes no buffer that is")
 
 
 def _judged_buffers(view: View) -> dict[str, bool]:
@@ -125,7 +125,9 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     changed = _changed_buffers(view)
     if not changed:
-        raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
+        raise NotJudged(
+            "in eval(), training changes no persistent buffer, except those that DDP broadcasts from one rank"
+        )
     names = view.names("buffer", only=changed)
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
