@@ -378,7 +378,7 @@ def _positive_int(name: str, value: Any) -> int:
 
 def _seconds(value: Any) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9):
-        raise ValueError(f"timeout={value!r} should be a positive number of seconds")
+        raise ValueError(f"timeout={value!r} should be a positive number of seconds below 1e9")
     return None if value is None else float(value)
 
 

@@ -120,7 +120,7 @@ def find_function(name: str) -> tuple[ModuleType, Callable[..., Any]]:
         hint = f"; did you mean {'.'.join(filter(None, (owner, near[0])))!r}?" if near else ""
         raise Unfit(f"module {module_name!r} has no {attribute!r}{hint}") from None
     if not callable(function):
-        raise Unfit(f"{name} is a {type(function).__name__}, but should be a function that loads the model")
+        raise Unfit(f"{name} is of type {type(function).__name__}, but should be a function that loads the model")
     return module, function
 
 

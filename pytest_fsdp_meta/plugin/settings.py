@@ -117,7 +117,7 @@ OPTIONS = (
         "seconds that one call to the ranks may take; after it, their stacks are shown and the ranks are ended "
         "(default: 300)",
         option_values.parse_seconds,
-        "expected a positive number of seconds",
+        "expected a positive number of seconds below 1e9",
         "SECONDS",
     ),
     Option(

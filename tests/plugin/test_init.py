@@ -283,7 +283,7 @@ NAMED = "mypkg.loading"
 USAGE_PROBLEMS = {
     "no module": ("absent.loading:load", [], "module 'absent.loading' not found"),
     "no attribute": (f"{NAMED}:biuld", [], "module 'mypkg.loading' has no 'biuld'; did you mean 'build'?"),
-    "not callable": (f"{NAMED}:PATH", [], "is a str, but should be a function that loads the model"),
+    "not callable": (f"{NAMED}:PATH", [], "is of type str, but should be a function that loads the model"),
     "a class": (f"{NAMED}:Loader", [], "it is a class; write a function that makes the Loader"),
     "a lambda": (f"{NAMED}:short", [], "it is a lambda; write it as a function: def short(...)"),
     "built in": ("math:hypot", [], "it has no signature, as it is written in C; name a Python function that calls it"),

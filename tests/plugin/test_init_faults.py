@@ -79,6 +79,10 @@ def fails(path, mesh, mode, tokenizer, tie_head=False):
     raise RuntimeError("the licence server does not answer")
 
 
+def no_model(path, mesh, mode):
+    return 3
+
+
 def hangs(path, mesh, mode):
     time.sleep(1000)
 
@@ -122,6 +126,7 @@ def test_what_was_seen_suffices(repository: Project) -> None:
     ("name", "why"),
     [
         ("fails", "RuntimeError: the licence server does not answer"),
+        ("no_model", "TypeError: it returned int, but should return the loaded model"),
         ("hangs", "the loader hung in hangs, loading.py:"),
         ("ends", "the loader exited with code 3 before it answered"),
     ],

@@ -80,8 +80,8 @@ WRONG = [
     ("tolerance=-1", "tolerance=-1 should be a relative tolerance such as 1e-5, or a dict by check id"),
     ("steps=0", "steps=0 should be a positive int"),
     ("steps=1.5", "steps=1.5 should be a positive int"),
-    ("timeout=0", "timeout=0 should be a positive number of seconds"),
-    ("timeout='5'", "timeout='5' should be a positive number of seconds"),
+    ("timeout=0", "timeout=0 should be a positive number of seconds below 1e9"),
+    ("timeout='5'", "timeout='5' should be a positive number of seconds below 1e9"),
     ("process_group='mine'", "process_group='mine' should be 'plugin' or 'loader'"),
 ]
 

@@ -200,7 +200,7 @@ def _findings(pairs: Sequence[_Pair], actual: str, expected: str, explanation: E
 @random_numbers_check(
     promise="resume() restores the random state that each rank had when it saved",
     needs=["inventory", "training_mode", "continued", "resumed"],
-    after=BLOCKING_CHECKS,
+    after=[*BLOCKING_CHECKS, "optimizer_owns_parameters"],
     why="A resumed run otherwise repeats the masks of the first steps, or gives all ranks those of rank 0, and no loss "
     "can be compared with that of an uninterrupted run.",
     cause="resume() restores another random state than the one of its rank",

@@ -152,6 +152,8 @@ class Probe:
                 self._watch.attempt.is_changed if failure is None else self._learn(failure)
             ):
                 break
+        if failure is None and not _has_model(returned):
+            error = f"TypeError: it returned {type(returned).__name__}, but should return the loaded model"
         seen = self._describe(returned, error)
         if isinstance(failure, Refused) and failure.model_type:
             return replace(seen, transformers=unknown_type(failure.model_type))
@@ -273,7 +275,7 @@ class Probe:
         return replace(
             fallback(self._parts, error),
             returned=tuple(map(_part_of, returned)) if isinstance(returned, tuple) else (),
-            returns_subject=type(returned).__name__ == "Subject",
+            returns_subject=_is_subject(returned),
             group=watch.group[0],
             backend=watch.group[1],
             model=self._model(built) if built is not None and transformers is None else None,
@@ -348,6 +350,15 @@ def _import(kind: type, needs: list[tuple[str, str]]) -> str:
     is_of_nn = getattr(nn, kind.__name__, None) is kind
     needs.append(("torch.nn" if is_of_nn else kind.__module__, kind.__name__))
     return str(kind.__name__)
+
+
+def _is_subject(returned: Any) -> bool:
+    return type(returned).__name__ == "Subject"
+
+
+def _has_model(returned: Any) -> bool:
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    return _is_subject(returned) or any(isinstance(part, nn.Module) for part in parts)
 
 
 def _part_of(value: Any) -> str:

@@ -146,7 +146,7 @@ def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatc
 @checkpoint_check(
     promise="the scheduler's state, and what is kept beside the model, survive saving and loading",
     needs=["inventory", "continued", "resumed"],
-    after=[*SOUND, "tied_weights_share_storage", "load_is_repeatable", "dcp_round_trip"],
+    after=[*SOUND, "tied_weights_share_storage", "optimizer_owns_parameters", "load_is_repeatable", "dcp_round_trip"],
     why="A resumed run starts its schedule, its average or its rounding errors from the beginning, and looks healthy.",
     cause="save() or resume() leaves it out, or resume() rebuilds it from the loaded model",
     remedy="save its state_dict() with the model, and load it after the model and the optimizer",

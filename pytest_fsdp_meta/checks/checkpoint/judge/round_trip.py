@@ -205,7 +205,7 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     "the optimizer, if it has one",
     needs=["inventory", "reference", "values", "resharded"],
     uses=["saved", "restored", "continued", "resumed"],
-    after=[*EQUAL, "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
+    after=[*EQUAL, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
     why="The next run may have more or fewer ranks, and it continues with whatever values it reads.",
     cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",
     remedy="save DTensors with torch.distributed.checkpoint, which records the place of each shard",
@@ -224,12 +224,18 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         return
     equal = equal_to_reference(view)
     skipped = set(diverging_names(view, view.evidence.saved or ()))
-    names = view.names("parameter", "buffer")
-    for name, pairs in view.comparisons(resharded.comparisons, names).items():
-        wrong = [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
-        if wrong and name in equal and name not in skipped:
-            ranks = tuple(rank for rank, _ in wrong)
-            detail = describe_difference(wrong[0][1])
+    compared = view.comparisons(resharded.comparisons, view.names("parameter", "buffer"))
+    wrong = {
+        name: [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
+        for name, pairs in compared.items()
+    }
+    # A weight that stages hold apart is one tensor again in a smaller world, with the values of one of its names.
+    if any(compared[name] and not wrong[name] for name in view.tied_over_stages & compared.keys()):
+        skipped |= view.tied_over_stages
+    for name, cases in wrong.items():
+        if cases and name in equal and name not in skipped:
+            ranks = tuple(rank for rank, _ in cases)
+            detail = describe_difference(cases[0][1])
             yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
     yield from _moved_state(view, resharded, f"a world of {size}")
     if resharded.optimizer_problem:
