@@ -300,6 +300,13 @@ def test_a_tensor_that_loading_casts_may_be_rounded():
     assert verdict(RESHARDS, elsewhere(healthy(), rounded)).status == "passed"
 
 
+def test_a_tie_that_stages_hold_apart_is_one_tensor_in_a_smaller_world():
+    apart, lost = declare(healthy(), by_stage=(EMBEDDING, HEAD)), replace(OTHER, name=EMBEDDING)
+    assert verdict(RESHARDS, elsewhere(apart, lost, Comparison(HEAD, True))).status == "passed"
+    found = verdict(RESHARDS, elsewhere(apart, lost, replace(lost, name=HEAD)))
+    assert {finding.tensor for finding in found.findings} == {EMBEDDING, HEAD}
+
+
 def test_an_export_with_a_missing_and_an_extra_key():
     evidence = replace(healthy(), export=Export((HEAD,), ("output.weight",)))
     assert findings_of(verdict(EXPORTS, evidence)) == [
