@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure, describe_finding
-from tests.checks.evidence_factory import CATALOGUE, ROTARY, change, healthy, verdict
+from tests.checks.evidence_factory import CATALOGUE, ROTARY, change, healthy, on_ranks, verdict
 
 WORLD, RERUN = "world of 2 (gloo on cpu)", "pytest 'test_a.py::test_llama[no_meta_buffers]'"
 
@@ -253,6 +254,13 @@ def test_a_real_verdict():
         rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
         """
     )
+
+
+def test_a_real_model_entirely_on_meta():
+    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, device="meta") for t in rank.tensors))
+    assert lines(describe_failure(verdict("no_meta_params", evidence), WORLD, RERUN)) == [
+        "  all 4 parameters, ranks 0, 1: on meta, but should be materialised"
+    ]
 
 
 @pytest.mark.parametrize(
