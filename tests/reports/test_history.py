@@ -314,9 +314,10 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
         [{"status": "failed"}, {}, {"status": "failed"}],
         [{}, {}, {"status": "error"}],
         [{}, {}, {"complete": False, "exit_status": None}],
+        [{}, {}, {"complete": False}],
         [{}, {}, {"exit_status": 3}],
     ],
-    ids=["failed", "error", "killed", "failed otherwise"],
+    ids=["failed", "error", "killed", "incomplete", "failed otherwise"],
 )
 def test_the_last_run_that_passed_is_compared(tmp_path, runs):
     for number, facts in enumerate(runs, 1):
