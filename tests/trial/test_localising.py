@@ -222,13 +222,7 @@ def refusing() -> Decoder:
 
 
 def test_a_reference_that_refuses_hooks_leaves_the_finding_as_it_is():
-    def broken(fsdp: Rank) -> Subject:
-        model: Any = refusing()
-        fully_shard(model, mesh=fsdp.mesh)
-        model.layers[1].mlp.act = nn.GELU()
-        return Subject(model, reference=refusing, batch=batch, loss=loss)
-
-    evidence = observe(broken)
+    evidence = observe_in(torch.float32, refusing, lambda model: setattr(model.layers[1].mlp, "act", nn.GELU()))
     problem = "not looked for in the modules: RuntimeError: no hooks, please"
     assert origins(evidence) == {"loss_parity": {problem}}
 
@@ -262,9 +256,7 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
         model.layers[1] = model.layers[0]
         return model
 
-    def broken(fsdp: Rank) -> Subject:
-        model: Any = shared()
-        fully_shard(model, mesh=fsdp.mesh)
+    def spoil(model: Any) -> None:
         norm, turns = model.layers[0].norm2, []
 
         def forward(x: Tensor) -> Tensor:
@@ -272,9 +264,8 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
             return type(norm).forward(norm, x) * (1.1 if len(turns) % 2 == 0 else 1.0)
 
         norm.forward = forward
-        return Subject(model, reference=shared, batch=batch, loss=loss)
 
-    evidence = observe(broken)
+    evidence = observe_in(torch.float32, shared, spoil)
     place = place_in(evidence)
     assert (place.module, place.phase) == ("layers.0.norm2", "forward")
     states = {call.turn: call.distance for call in evidence.traces[0].forward if call.module == "layers.0.norm2"}
