@@ -52,35 +52,44 @@ def reference(tmp_path):
     return Record(path)
 
 
-def test_a_run_is_compared_with_the_same_elements(reference):
-    part = Part.run(torch.arange(4.0, 9.0), (4, 3), 4)
-    assert compare("a", part, reference, "a") == Comparison("a", True, elements=5)
+WHOLE = torch.arange(12.0).reshape(4, 3)
+ODD_RUN = torch.tensor([4.0, 5.0, 6.0, -1.0, 8.0])
+"""A run whose element 7, of row 2 and column 1, is wrong."""
+TWO_ROWS = [(0, 1), (2, 3)]
+TURNED = {"equal": False, "differing": 6}
 
 
-def test_a_differing_element_of_a_run_has_its_global_index(reference):
-    local = torch.arange(4.0, 9.0)
-    local[3] = -1  # element 7: row 2, column 1
-    found = compare("a", Part.run(local, (4, 3), 4), reference, "a")
-    assert (found.equal, found.differing, found.index) == (False, 1, (2, 1))
-    assert (found.actual, found.expected) == (-1.0, 7.0)
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Part.run(torch.arange(4.0, 9.0), (4, 3), 4), {"equal": True, "elements": 5}),
+        (
+            Part.run(ODD_RUN, (4, 3), 4),
+            {"equal": False, "differing": 1, "index": (2, 1), "actual": -1.0, "expected": 7.0},
+        ),
+        (Part.run(torch.empty(0), (4, 3), 12), {"equal": True, "elements": 0}),
+        (Part.run(torch.zeros(3), (3, 4), 0), {"problem": "shape (3, 4)", "should_be": "(4, 3), as in the reference"}),
+        (Part.blocks(WHOLE[[0, 2]], (4, 3), TWO_ROWS), {"equal": True, "elements": 6}),
+        (Part.blocks(WHOLE[[2, 0]], (4, 3), TWO_ROWS), {**TURNED, "index": (0, 0)}),
+        (Part.blocks(WHOLE[[2, 0]], (4, 3), TWO_ROWS[::-1]), {"equal": True}),
+        (Part.blocks(WHOLE[:, [0, 2]], (4, 3), TWO_ROWS, 1), {"equal": True}),
+        (Part.blocks(WHOLE[:, [0, 2]], (4, 3), TWO_ROWS, -1), {"equal": True}),
+        (Part.blocks(WHOLE[:0], (4, 3), []), {"equal": True, "elements": 0}),
+        (Part.block(WHOLE[2:], (4, 3), (2, 0)), {"equal": True, "elements": 6}),
+        (Part.block(WHOLE[2:], (4, 3), (1, 0)), {**TURNED, "index": (1, 0), "expected": 3.0}),
+        (Part.block(torch.empty(0, 3), (4, 3), (4, 0)), {"equal": True, "elements": 0}),
+        (Part(torch.zeros(2, 3), (4, 3), (((0, 1),), ((0, 3),)), by="hand"), {"should_be": "(1, 3), as hand says"}),
+    ],
+)
+def test_a_part_is_compared_with_the_same_elements(reference, part, expected):
+    found = compare("a", part, reference, "a")
+    assert {name: getattr(found, name) for name in expected} == expected
+    if found.equal:
+        assert found == Comparison("a", True, elements=part.local.numel())
 
 
-def test_blocks_are_compared_with_the_same_rows(reference):
-    whole = torch.arange(12.0).reshape(4, 3)
-    part = Part.blocks(whole[[0, 2]], (4, 3), [(0, 1), (2, 3)])
-    assert part.regions == (((0, 1), (2, 3)), ((0, 3),))
-    assert compare("a", part, reference, "a").equal
-    turned = compare("a", Part.blocks(whole[[2, 0]], (4, 3), [(0, 1), (2, 3)]), reference, "a")
-    assert (turned.equal, turned.differing, turned.index) == (False, 6, (0, 0))
-    other_order = Part.blocks(whole[[2, 0]], (4, 3), [(2, 3), (0, 1)])
-    assert compare("a", other_order, reference, "a").equal
-
-
-def test_blocks_may_lie_along_any_dim(reference):
-    whole = torch.arange(12.0).reshape(4, 3)
-    for dim in (1, -1):
-        assert compare("a", Part.blocks(whole[:, [0, 2]], (4, 3), [(0, 1), (2, 3)], dim), reference, "a").equal
-    assert compare("a", Part.blocks(whole[:0], (4, 3), []), reference, "a").equal
+def test_the_regions_of_blocks():
+    assert Part.blocks(WHOLE[[0, 2]], (4, 3), TWO_ROWS).regions == (((0, 1), (2, 3)), ((0, 3),))
 
 
 @pytest.mark.parametrize(
@@ -130,30 +139,8 @@ def test_a_run_of_a_scalar_is_whole(reference):
     assert tensor_facts("scalar", "parameter", part.local, part, persistent=True, attributes=()).whole
 
 
-def test_empty_runs_and_empty_blocks_equal_anything(reference):
-    assert compare("a", Part.run(torch.empty(0), (4, 3), 12), reference, "a") == Comparison("a", True)
-    assert compare("a", Part.block(torch.empty(0, 3), (4, 3), (4, 0)), reference, "a") == Comparison("a", True)
-
-
 def test_an_empty_run_is_read_as_an_empty_tensor(reference):
     assert [tuple(reference.read_run(name, ()).shape) for name in ("a", "scalar")] == [(0,), (0,)]
-
-
-def test_a_block_is_compared_with_the_same_rows(reference):
-    rows = torch.arange(6.0, 12.0).reshape(2, 3)
-    assert compare("a", Part.block(rows, (4, 3), (2, 0)), reference, "a").equal
-    wrong = compare("a", Part.block(rows, (4, 3), (1, 0)), reference, "a")
-    assert (wrong.differing, wrong.index, wrong.expected) == (6, (1, 0), 3.0)
-
-
-def test_a_wrong_global_shape_is_a_problem(reference):
-    found = compare("a", Part.run(torch.zeros(3), (3, 4), 0), reference, "a")
-    assert (found.problem, found.should_be) == ("shape (3, 4)", "(4, 3), as in the reference")
-
-
-def test_a_local_tensor_that_does_not_fit_its_regions_is_a_problem(reference):
-    part = Part(torch.zeros(2, 3), (4, 3), (((0, 1),), ((0, 3),)), by="hand")
-    assert compare("a", part, reference, "a").should_be == "(1, 3), as hand says"
 
 
 def test_facts_of_a_run():

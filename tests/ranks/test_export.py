@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -209,34 +210,33 @@ def test_tied_names_are_both_exported(run):
     assert equal_on(b) == {0: False, 1: False}, "the reference's b has other values"
 
 
-def test_names_of_some_ranks_are_united(run):
-    found = run("one each", "a", "b")
+@pytest.mark.parametrize(
+    ("case", "mesh", "equal"),
+    [
+        ("one each", {"dp": 2}, {"a": {0: True}, "b": {1: True}}),
+        ("one each as DTensors", {"ep": 2, "dp": 2}, {"a": {0: True, 1: True}, "b": {2: True, 3: True}}),
+        ("whole on rank 0", {"dp": 2}, {"a": {0: True}, "b": {0: True}}),
+    ],
+)
+def test_names_of_some_ranks_are_united(run, worlds, case, mesh, equal):
+    """What one rank gathers by hand counts alone."""
+    with nullcontext(worlds[0]) if len(mesh) == 1 else world_of(4, mesh=mesh) as ranks:
+        found = run(case, "a", "b", ranks=ranks)
     assert (found.missing, found.unexpected) == ((), ())
-    assert {a.name: (equal_on(a), a.absent) for a in found.assembled} == {"a": ({0: True}, 0), "b": ({1: True}, 0)}
+    assert {a.name: equal_on(a) for a in found.assembled} == equal
+    assert [a.absent for a in found.assembled] == [0, 0]
 
 
-def test_dtensors_of_some_ranks_are_united(run):
-    with world_of(4, mesh={"ep": 2, "dp": 2}) as ranks:
-        found = run("one each as DTensors", "a", "b", ranks=ranks)
-    assert found.missing == ()
-    assert {a.name: (equal_on(a), a.absent) for a in found.assembled} == {
-        "a": ({0: True, 1: True}, 0),
-        "b": ({2: True, 3: True}, 0),
-    }
-
-
-def test_what_one_rank_gathers_by_hand_counts_alone(run):
-    found = run("whole on rank 0", "a", "b")
-    assert {a.name: (equal_on(a), a.absent) for a in found.assembled} == {"a": ({0: True}, 0), "b": ({0: True}, 0)}
+def test_what_every_rank_gathers_by_hand_is_compared_once(run):
     assert [equal_on(a) for a in run("whole on every rank").assembled] == [{0: True}]
 
 
-@pytest.mark.parametrize(("case", "index"), [("other order", (2, 0)), ("stale", (2, 0)), ("the neighbour's", (2, 0))])
-def test_a_part_with_other_values_has_its_rank_and_global_index(run, case, index):
+@pytest.mark.parametrize("case", ["other order", "stale", "the neighbour's"])
+def test_a_part_with_other_values_has_its_rank_and_global_index(run, case):
     (a,) = run(case).assembled
     assert (equal_on(a), a.absent, a.diverging) == ({0: True, 1: False}, 0, ())
-    assert a.parts[1].comparison.index == index
-    assert (a.parts[1].comparison.differing, a.parts[1].comparison.elements) == (12, 12)
+    comparison = a.parts[1].comparison
+    assert (comparison.index, comparison.differing, comparison.elements) == ((2, 0), 12, 12)
 
 
 def test_a_value_that_is_neither_whole_nor_a_part(run):
@@ -252,15 +252,11 @@ def test_elements_that_no_rank_exports(run, case):
     assert (equal_on(a), a.elements, a.absent, a.index, a.lacking) == ({0: True}, 24, 12, (2, 0), (1,))
 
 
-def test_a_rounded_part(run):
-    (a,) = run("rounded").assembled
-    assert [part.rounded for part in a.parts] == ["", "bfloat16"]
+@pytest.mark.parametrize(("case", "rounded"), [("rounded", "bfloat16"), ("in double", "")])
+def test_a_part_in_another_dtype(run, case, rounded):
+    (a,) = run(case).assembled
+    assert [part.rounded for part in a.parts] == ["", rounded]
     assert a.parts[1].comparison.cast
-
-
-def test_a_part_in_another_dtype_that_holds_its_values(run):
-    (a,) = run("in double").assembled
-    assert [part.rounded for part in a.parts] == ["", ""]
 
 
 def test_other_keys_are_gathered_as_before(run):

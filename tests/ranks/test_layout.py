@@ -9,7 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
 from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.ranks.reference_record import global_index
 from pytest_fsdp_meta.worlds import World, WorldSpec, current
@@ -105,12 +109,6 @@ WRONGLY_WHOLE = (2, 6) if torch.__version__ < (2, 11) else ()
 
 def hold_what_torch_holds(shapes):
     """Shard many layers on a rank; return where ``held_regions`` and the local shard differ, and what was checked."""
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
-
     me = current()
     wrong, seen = [], set()
 
@@ -158,74 +156,47 @@ def test_regions_match_torch_in_a_world_of_four():
     assert ("plain", ("S(0)",)) in seen
 
 
-def hold_what_fsdp_holds(sizes):
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
-
-    me = current()
-    found = []
-    for size in sizes:
-        model = nn.Embedding(size, 2)
-        whole = torch.arange(2.0 * size).reshape(size, 2)
-        with torch.no_grad():
-            model.weight.copy_(whole)
-        fully_shard(model, mesh=me.mesh)
-        rows = indices(held_regions(model.weight))[0]
-        full = torch.equal(whole, model.weight.full_tensor())
-        found.append((rows, torch.equal(whole[rows], model.weight.to_local()), full))
-    return found
+def embedding(rows):
+    model = nn.Embedding(rows, 1)
+    model.weight.data.copy_(torch.arange(rows).unsqueeze(1))
+    return fully_shard(model, mesh=current().mesh).weight
 
 
-def test_uneven_and_empty_shards_of_fully_shard():
-    sizes = [5, 1, 4, 2, 9]
-    with World(WorldSpec({"dp_shard": 4}, timeout=15)) as world:
-        answers = world.run(hold_what_fsdp_holds, sizes)
-    assert all(equal and whole for answer in answers for _, equal, whole in answer)
-    assert [answer[0][0] for answer in answers] == [[0, 1], [2, 3], [4], []]
-    assert [answer[1][0] for answer in answers] == [[0], [], [], []]
+def column_parallel(rows):
+    layer = nn.Linear(1, rows, bias=False)
+    layer.weight.data.copy_(torch.arange(rows).unsqueeze(1))
+    parallelize_module(nn.Sequential(layer), current().mesh["tp"], {"0": ColwiseParallel()})
+    return fully_shard(layer, mesh=current().mesh["dp"]).weight
 
 
-def hold_what_hsdp_holds():
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
-
-    model = nn.Embedding(5, 2)
-    fully_shard(model, mesh=current().mesh)
-    return indices(held_regions(model.weight))[0], model.weight.to_local().shape[0]
+def hold_rows(make, rows):
+    """Return the rows of a weight that this rank holds by its regions, and by its numbers."""
+    weight = make(rows)
+    return indices(held_regions(weight))[0], weight.to_local().flatten().int().tolist()
 
 
-def test_hybrid_sharding_has_the_same_regions_on_every_replica():
-    with World(WorldSpec({"dp_replicate": 2, "dp_shard": 2}, timeout=15)) as world:
-        answers = world.run(hold_what_hsdp_holds)
-    assert answers == [([0, 1, 2], 3), ([3, 4], 2), ([0, 1, 2], 3), ([3, 4], 2)]
-
-
-def hold_over_tensor_parallelism(sizes):
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
-
-    me = current()
-    found = []
-    for size in sizes:
-        layer = nn.Linear(1, size, bias=False)
-        with torch.no_grad():
-            layer.weight.copy_(torch.arange(size).unsqueeze(1))
-        model = parallelize_module(nn.Sequential(layer), me.mesh["tp"], {"0": ColwiseParallel()})
-        fully_shard(model, mesh=me.mesh["dp"])
-        found.append((indices(held_regions(layer.weight))[0], layer.weight.to_local().flatten().int().tolist()))
-    return found
-
-
-def test_fsdp_splits_uneven_tensor_parallel_shards():
-    # Reading (_S(0, 2), S(0)) from left to right would give row 6 to rank 4, and nothing to rank 5.
-    with World(WorldSpec({"dp": 3, "tp": 2}, timeout=30)) as world:
-        answers = world.run(hold_over_tensor_parallelism, [7, 49])
-    assert [held for held, _ in (answer[0] for answer in answers)] == [[0, 1], [4], [2, 3], [5], [], [6]]
-    assert all(held == local for answer in answers for held, local in answer)
+@pytest.mark.parametrize(
+    ("mesh", "make", "expected"),
+    [
+        (
+            {"dp_shard": 4},
+            embedding,
+            {
+                5: [[0, 1], [2, 3], [4], []],
+                1: [[0], [], [], []],
+                4: [[0], [1], [2], [3]],
+                2: [[0], [1], [], []],
+                9: [[0, 1, 2], [3, 4, 5], [6, 7, 8], []],
+            },
+        ),
+        ({"dp_replicate": 2, "dp_shard": 2}, embedding, {5: [[0, 1, 2], [3, 4], [0, 1, 2], [3, 4]]}),
+        # Reading (_S(0, 2), S(0)) from left to right would give row 6 to rank 4, and nothing to rank 5.
+        ({"dp": 3, "tp": 2}, column_parallel, {7: [[0, 1], [4], [2, 3], [5], [], [6]]}),
+    ],
+    ids=["uneven", "hybrid", "over tensor parallelism"],
+)
+def test_the_rows_that_each_rank_holds(mesh, make, expected):
+    with World(WorldSpec(mesh, timeout=30)) as world:
+        for rows, held in expected.items():
+            assert world.run(hold_rows, make, rows) == [(own, own) for own in held]
+        assert all(held == local for held, local in world.run(hold_rows, make, 49))

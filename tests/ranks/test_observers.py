@@ -200,46 +200,27 @@ def test_fingerprints_show_numbers_and_dtypes():
     assert hashed != fingerprint(torch.zeros(2))
 
 
-def loaded_into(make, **state):
-    """Return the parameters whose state counts as loaded after this state was set for the first one."""
+@pytest.mark.parametrize(
+    ("make", "state", "loaded"),
+    [
+        (torch.optim.AdamW, {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)}, {"weight"}),
+        (torch.optim.AdamW, {"step": 50}, {"weight"}),
+        (torch.optim.AdamW, {"exp_avg": torch.arange(6.0).view(2, 3)}, {"weight"}),
+        (torch.optim.AdamW, {"exp_avg": torch.full((2, 3), NAN)}, {"weight"}),
+        (torch.optim.AdamW, {}, set()),
+        (torch.optim.AdamW, {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": None}, set()),
+        (torch.optim.Adagrad, {}, set()),
+        (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), {}, set()),
+    ],
+)
+def test_optimizer_state_that_was_loaded(make, state, loaded):
+    """And not created by the constructor. What a factory has set is in the reference too."""
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
     if state:
         optimizer.state[model.weight] = state
     model.bias.requires_grad_(False)
-    return optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)},
-        {"step": 50},
-        {"exp_avg": torch.arange(6.0).view(2, 3)},
-        {"exp_avg": torch.full((2, 3), NAN)},
-    ],
-)
-def test_optimizer_state_that_was_loaded(state):
-    assert loaded_into(torch.optim.AdamW, **state) == {"weight"}
-
-
-@pytest.mark.parametrize(
-    ("make", "state"),
-    [
-        (torch.optim.AdamW, {}),
-        (torch.optim.AdamW, {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": None}),
-        (torch.optim.Adagrad, {}),
-        (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), {}),
-    ],
-)
-def test_optimizer_state_that_the_constructor_creates(make, state):
-    assert loaded_into(make, **state) == frozenset()
-
-
-def test_state_that_an_optimizer_has_from_its_factory_is_in_the_reference_too():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.state[model.weight] = {"step": torch.tensor(50.0)}
+    assert optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded == loaded
     assert optimizer_facts(optimizer, Subject(model, optimizer=lambda parameters: optimizer)).loaded == frozenset()
 
 

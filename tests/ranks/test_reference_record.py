@@ -82,37 +82,32 @@ def test_every_kind_of_tensor_is_restored(record, tensor):
     assert bool(same.all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.complex64, torch.uint16])
 @pytest.mark.parametrize(
-    ("held", "rows", "columns"),
+    "held",
     [
-        ((((0, 8),), ((0, 6),)), range(8), range(6)),
-        ((((2, 4),), ((0, 6),)), [2, 3], range(6)),
-        ((((7, 8),), ((5, 6),)), [7], [5]),
-        ((((0, 2), (4, 6)), ((0, 6),)), [0, 1, 4, 5], range(6)),
-        ((((0, 1), (3, 4), (7, 8)), ((1, 2), (4, 6))), [0, 3, 7], [1, 4, 5]),
-        (((), ((0, 6),)), [], range(6)),
-        ((((0, 2), (4, 6)), ()), [0, 1, 4, 5], []),
-        (((), ()), [], []),
+        (((0, 8),), ((0, 6),)),
+        (((2, 4),), ((0, 6),)),
+        (((7, 8),), ((5, 6),)),
+        (((0, 2), (4, 6)), ((0, 6),)),
+        (((0, 1), (3, 4), (7, 8)), ((1, 2), (4, 6))),
+        (((2, 4), (7, 8)), ((1, 3),)),
+        ((), ((0, 6),)),
+        (((0, 2), (4, 6)), ()),
+        ((), ()),
     ],
 )
-def test_the_runs_of_a_shard_are_read(record, held, rows, columns):
-    tensor = torch.arange(48, dtype=torch.bfloat16).reshape(8, 6)
-    expected = tensor[list(rows)][:, list(columns)]
-    read = record(("a", tensor)).read("a", held)
-    assert (read.shape, read.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(read, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.uint16])
-@pytest.mark.parametrize("held", [(((2, 4), (7, 8)), ((1, 3),)), (((0, 8),), ((0, 6),)), ((), ((0, 6),)), ((), ())])
-def test_the_runs_of_a_tensor_stored_as_bytes_are_read(record, dtype, held):
-    whole = torch.arange(48).reshape(8, 6)
-    tensor = whole.to(dtype)
+def test_the_runs_of_a_shard_are_read(record, dtype, held):
+    """Also of dtypes that are stored as bytes."""
+    numbers = torch.arange(48).reshape(8, 6)
+    tensor = numbers.to(dtype)
     stored = record(("a", tensor), ("tied", tensor), ("plain", torch.ones(8, 6)))
     rows, columns = ([index for run in runs for index in range(*run)] for runs in held)
     for name in ("a", "tied"):
         assert (stored.shape(name), stored.dtype(name)) == ((8, 6), str(dtype).removeprefix("torch."))
-        assert stored.read(name, held).tolist() == whole[rows][:, columns].to(dtype).tolist()
+        read = stored.read(name, held)
+        assert (read.shape, read.dtype) == ((len(rows), len(columns)), dtype)
+        assert read.tolist() == numbers[rows][:, columns].to(dtype).tolist()
     assert stored.read("plain", held).dtype == torch.float32
 
 
@@ -219,13 +214,10 @@ def test_errors_of_a_writer_are_raised(tmp_path):
             writer.write(tmp_path / "third", weight)
 
 
-def test_an_empty_record(record):
-    stored = record()
-    assert stored.names() == []
-    assert "a" not in stored
-
-
-def test_an_unknown_name_is_a_key_error(record):
+def test_a_name_that_is_not_there(record):
+    empty = record()
+    assert empty.names() == []
+    assert "a" not in empty
     with pytest.raises(KeyError, match="b"):
         record(("a", torch.ones(2))).shape("b")
 

@@ -1,15 +1,81 @@
-"""A browser for the tests of pages."""
+"""A browser for the tests of pages, and the pages that it opens."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.page import write_page
+from pytest_fsdp_meta.reports.schema import CheckHistory, Outcome, Report
+from tests.reports import report_factory as factory
 from tests.reports.chromium import QUIET, chromium
+from tests.reports.many_loaders import nightly, yesterday
+from tests.reports.report_factory import check, finding, header, report
+
+DESKTOP, HEIGHT = 1440, 1080
+
+
+def all_failing() -> Report:
+    """Return a run in which every loader fails, each for a cause of its own."""
+    made = nightly(broken=False)
+
+    def broken(number: int) -> dict[str, Any]:
+        cause = f"cause {chr(65 + number % 26)}{chr(65 + number // 26)}"
+        return {"loss_parity": check("loss_parity", "failed", [finding(None, cause=cause)])}
+
+    loaders = [
+        replace(one, checks=tuple(broken(number).get(each.check, each) for each in one.checks))
+        for number, one in enumerate(made.loaders)
+    ]
+    return replace(made, loaders=tuple(loaders))
+
+
+def flaky() -> Report:
+    """Return a nightly run in which a check of one loader is flaky."""
+    made = nightly()
+    history = CheckHistory(".F.F.", flaky=True)
+    loaders = (
+        replace(one, checks=(replace(one.checks[0], history=history), *one.checks[1:]))
+        if one.loader == "tests/test_zoo.py::test_loads[bert-tp]"
+        else one
+        for one in made.loaders
+    )
+    return replace(made, loaders=tuple(loaders))
+
+
+PAGES: dict[str, Callable[[], Report]] = {
+    "usual": report,
+    "hostile": factory.hostile,
+    "empty": lambda: replace(report(), loaders=()),
+    "cut": lambda: report(complete=False, exit_status=None),
+    "raised": lambda: report(factory.raised()),
+    "large": factory.large,
+    "compared": report,
+    "nights": factory.nights,
+    "known": lambda: report(
+        outcome=Outcome(True, "1 known failure", "regression"),
+        header=header(settings={"PYTEST_ADDOPTS": "--fsdp-compare=reports"}),
+    ),
+    "nightly": nightly,
+    "failing": all_failing,
+    "passing": lambda: report(*nightly(broken=False).loaders[1:13]),
+    "flaky": flaky,
+}
+MANY = ("nightly", "failing", "passing", "flaky")
+"""The pages of a run of 130 loaders, or of some of them."""
+BEFORE: dict[str, Callable[[Report], Report]] = {
+    "compared": factory.passing,
+    "hostile": factory.passing,
+    "nightly": lambda now: yesterday(),
+}
+"""The earlier run that a page is compared with."""
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +90,47 @@ def browser() -> Iterator[Any]:
         opened = started.chromium.launch(executable_path=found, args=QUIET)
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("pages")
+
+    def file(name: str) -> Path:
+        path = folder / f"{name}.html"
+        if not path.exists():
+            now = PAGES[name]()
+            before = BEFORE.get(name, lambda now: None)(now)
+            write_page(now, path, compare(before, now) if before else None)
+        return path
+
+    return file
+
+
+@pytest.fixture
+def opened(browser, files) -> Iterator[Callable[..., Any]]:
+    """Yield a function that opens a page. Any network request, message or error of the page fails the test."""
+    contexts, requests, messages = [], [], []
+
+    def open_page(
+        name: str = "usual", fragment: str = "", width: int = DESKTOP, script: str = "", **settings: Any
+    ) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": HEIGHT}, **settings)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("dialog", lambda dialog: messages.append(dialog.message))
+        page.on("request", lambda request: requests.append(request.url))
+        if script:
+            page.add_init_script(script)
+        page.goto(files(name).as_uri() + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert messages == []
+    assert [url for url in requests if not url.startswith(("file://", "data:"))] == []
+    assert {Path(url.split("#")[0]).suffix for url in requests if url.startswith("file://")} == {".html"}

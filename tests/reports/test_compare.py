@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from markdown_it import MarkdownIt
 
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.evidence.codec import to_plain, write_whole
+from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
@@ -23,6 +22,18 @@ from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, findi
 CHECK = "no_meta_params"
 CHANGES = ("failures", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
 KINDS = (*(status for status in STATUSES if status != "skipped"), *SKIPS)
+
+
+FAILS = {
+    "": [],
+    "fixed": [],
+    "expected": [],
+    "dependent": ["any"],
+    "no_longer_judged": ["any"],
+    "known": ["failure", "any"],
+    "failures": ["failure", "regression", "any"],
+}
+"""The kind of a change -> the values of --fsdp-fail-on for which it fails the run, as a check that was not run does."""
 
 
 def run(*records, name=LLAMA, **facts):
@@ -67,6 +78,9 @@ def changes(comparison):
 def test_the_change_of_one_check(before, now, kind):
     comparison = compare(run(check(CHECK, before)), run(check(CHECK, now)))
     assert changes(comparison) == ({kind: [CHECK]} if kind else {})
+    assert [on for on in ("failure", "regression", "any") if comparison.fails(on)] == FAILS[
+        "failures" if now == "not run" else kind
+    ]
 
 
 @pytest.mark.parametrize("before", KINDS)
@@ -221,21 +235,6 @@ def test_limits_of_a_comparison_and_changes_of_the_environment_are_listed():
     ]
     wider = report(loader(mesh={"dp_shard": 2}))
     assert compare(wider, run()).caveats == (f"{LLAMA}: world of 4 (gloo on cpu), before world of 2 (gloo on cpu)",)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "fails"),
-    [
-        ("passed", "passed", {"failure": False, "regression": False, "any": False}),
-        ("passed", "failed", {"failure": True, "regression": True, "any": True}),
-        ("failed", "failed", {"failure": True, "regression": False, "any": True}),
-        ("failed", "passed", {"failure": False, "regression": False, "any": False}),
-        ("passed", "not declared", {"failure": False, "regression": False, "any": True}),
-    ],
-)
-def test_what_fails_a_run(before, now, fails):
-    comparison = compare(run(check(CHECK, before)), run(check(CHECK, now)))
-    assert {on: comparison.fails(on) for on in fails} == fails
 
 
 def test_a_loader_with_only_errors_is_one_line():
@@ -453,45 +452,35 @@ def test_a_report_of_an_unknown_schema_is_reported_and_excuses_no_failure(projec
     assert "no comparison" in (project.path / "report" / "summary.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"schema": 2, "header": {', "report.json: not JSON, or truncated: "),
-        ('{"schema": 2, "header": 3}', "report.json: Report.header: 3, but should be dict"),
-        ("\x00\x01", "report.json: not JSON, or truncated: "),
-    ],
-)
-def test_a_file_that_is_not_a_report_is_refused_before_anything_runs(project: Project, text, message) -> None:
-    write_whole(Path(project.path) / "report.json", text.encode())
-    (line,) = errors(project.collect("--fsdp-compare=report.json"))
-    assert line.startswith(f"--fsdp-compare: {message}")
+SEVERAL = "(expected an existing report.json, a folder of reports, or several, separated by commas)"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "message"),
     [
+        ("--fsdp-compare=cut", "--fsdp-compare: cut/report.json: not JSON, or truncated: "),
+        ("--fsdp-compare=odd/report.json", "--fsdp-compare: odd/report.json: Report.header: 3, but should be dict"),
+        ("--fsdp-compare=binary", "--fsdp-compare: binary/report.json: not JSON, or truncated: "),
+        ("--fsdp-compare=cut/report.json,cut", "--fsdp-compare: cut/report.json: not JSON, or truncated: "),
+        ("--fsdp-compare=nowhere", f"--fsdp-compare: invalid value 'nowhere' {SEVERAL}"),
+        ("--fsdp-compare=cut,nowhere", f"--fsdp-compare: invalid value 'cut,nowhere' {SEVERAL}"),
+        ("--fsdp-compare=,", f"--fsdp-compare: invalid value ',' {SEVERAL}"),
         (
-            ["--fsdp-compare=nowhere"],
-            "invalid value 'nowhere' (expected an existing report.json, a folder of "
-            "reports, or several, separated by commas)",
+            "--fsdp-fail-on=regression",
+            "--fsdp-fail-on=regression requires an earlier run: --fsdp-compare=OLD/report.json",
         ),
-        (["--fsdp-fail-on=regression"], "requires an earlier run: --fsdp-compare=OLD/report.json"),
-        (["--fsdp-fail-on=bad"], "invalid value 'bad' (choose failure, regression or any)"),
+        ("--fsdp-fail-on=bad", "--fsdp-fail-on: invalid value 'bad' (choose failure, regression or any)"),
     ],
 )
-def test_invalid_options_are_refused(project: Project, options, message) -> None:
-    (line,) = errors(project.collect(*options))
-    assert message in line
+def test_invalid_options_are_refused_before_anything_runs(project: Project, option, message) -> None:
+    project.write("cut/report.json", '{"schema": 2, "header": {')
+    project.write("odd/report.json", '{"schema": 2, "header": 3}')
+    project.write("binary/report.json", "\x00\x01")
+    (line,) = errors(project.collect(option))
+    assert line.startswith(message)
 
 
-def test_of_several_reports_each_has_to_exist_and_to_be_one(project: Project) -> None:
+def test_a_name_of_a_folder_may_have_a_comma(project: Project) -> None:
     project.write("a, b/report.json", json.dumps(to_plain(run())))
-    project.write("empty/report.json", "")
-    named = "--fsdp-compare=a, b/report.json"
-    assert project.collect("--collect-only", named).ret == pytest.ExitCode.NO_TESTS_COLLECTED, "a comma in a name"
-    (line,) = errors(project.collect("--fsdp-compare=empty,nowhere"))
-    assert "invalid value 'empty,nowhere'" in line
-    (line,) = errors(project.collect("--fsdp-compare=empty/report.json,empty"))
-    assert line.startswith("--fsdp-compare: empty/report.json: not JSON, or truncated: ")
-    (line,) = errors(project.collect("--fsdp-compare=,"))
-    assert "invalid value ','" in line
+    found = project.collect("--collect-only", "--fsdp-compare=a, b/report.json")
+    assert found.ret == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -309,17 +309,22 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "day", "which"),
+    "runs",
     [
-        (["failed", "passed", "failed"], 2, "the last run that passed (3 read)"),
-        (["passed", "passed", "error"], 2, "the last run that passed (3 read)"),
+        [{"status": "failed"}, {}, {"status": "failed"}],
+        [{}, {}, {"status": "error"}],
+        [{}, {}, {"complete": False, "exit_status": None}],
+        [{}, {}, {"complete": False}],
+        [{}, {}, {"exit_status": 3}],
     ],
+    ids=["failed", "error", "killed", "incomplete", "failed otherwise"],
 )
-def test_which_run_is_compared(tmp_path, statuses, day, which):
-    for number, status in enumerate(statuses, 1):
-        write(tmp_path, f"{number}/report.json", night(number, status))
+def test_the_last_run_that_passed_is_compared(tmp_path, runs):
+    for number, facts in enumerate(runs, 1):
+        write(tmp_path, f"{number}/report.json", night(number, **facts))
     found = read_earlier([str(tmp_path)], NOW)
-    assert (found.before.header.commit, found.which) == (f"c{day}", which)
+    assert (found.before.header.commit, found.which) == ("c2", "the last run that passed (3 read)")
+    assert len(found.past) == 3
 
 
 def test_nothing_is_excused_if_none_passed_but_the_history_is_known(tmp_path):
@@ -333,51 +338,40 @@ def test_nothing_is_excused_if_none_passed_but_the_history_is_known(tmp_path):
     assert named.before.header.commit == "c1", "a single report is compared with, passed or not"
 
 
-def test_a_run_that_was_killed_or_failed_otherwise_has_not_passed(tmp_path):
-    write(tmp_path, "1/report.json", night(1))
-    write(tmp_path, "2/report.json", night(2, complete=False, exit_status=None))
-    write(tmp_path, "3/report.json", night(3, exit_status=3))
-    found = read_earlier([str(tmp_path)], NOW)
-    assert found.before.header.commit == "c1"
-    assert len(found.past) == 3
-
-
 def test_what_is_wrong_in_a_folder_is_one_line_each_and_the_rest_is_read(tmp_path):
     good = write(tmp_path, "1/report.json", night(1))
-    write(tmp_path, "2/report.json", good.read_bytes())
-    write(tmp_path, "3/report.json", "")
-    write(tmp_path, "4/report.json", good.read_bytes()[:200])
-    write(tmp_path, "5/report.json", "\x00\x01")
-    write(tmp_path, "6/report.json", b"\xff\xfe\x00")
-    write(tmp_path, "7/report.json", "[]")
-    write(tmp_path, "8/report.json", '{"schema": 99}')
-    write(tmp_path, "9/report.json", '{"schema": 2, "header": 3, "loaders": [3]}')
-    write(tmp_path, "10/report.json", night(1, header=header(started="2030-01-01T00:00:00+00:00")))
-    write(tmp_path, "11/report.json", "[" * 100_000)
-    (tmp_path / "12" / "report.json").mkdir(parents=True)
+    damaged = to_plain(night(2))
+    damaged["loaders"][0]["checks"][0]["findings"] = 3
+    wrong = {
+        "2": good.read_bytes(),
+        "3": "",
+        "4": good.read_bytes()[:200],
+        "5": "\x00\x01",
+        "6": b"\xff\xfe\x00",
+        "7": "[]",
+        "8": '{"schema": 99}',
+        "9": '{"schema": 2, "header": 3, "loaders": [3]}',
+        "10": night(1, header=header(started="2030-01-01T00:00:00+00:00")),
+        "11": "[" * 100_000,
+        "12": json.dumps(damaged),
+    }
+    for name, content in wrong.items():
+        write(tmp_path, f"{name}/report.json", content)
+    (tmp_path / "13" / "report.json").mkdir(parents=True)
     found = read_earlier([str(tmp_path)], NOW)
-    assert [one.header.commit for one in found.past] == ["c1"]
-    assert found.before is not None
+    assert [one.header.commit for one in found.past if one.header.commit != "c2"] == ["c1"]
+    assert found.before.header.commit == "c1"
     lines = sorted(note.removeprefix(f"{tmp_path}/") for note in found.notes)
     assert all("\n" not in line for line in lines)
     named = {line.split("/")[0]: line.split(": ", 1)[1] for line in lines}
-    assert named.keys() == {*"3456789", "10", "11"} | ({"1", "2"} & named.keys())
-    assert len(named) == 10, "one of the two copies is noted"
+    assert len(named) == len(lines) == len(wrong), "one of the two copies is noted"
+    assert named.keys() | {"1", "2"} == {"1", *wrong}
     assert named.get("1", named.get("2")).startswith(f"the same run as {tmp_path}")
     assert named["3"].startswith("not JSON, or truncated: ")
     assert named["8"].startswith("a report of schema 99, but this version reads schema 2")
     assert named["9"].startswith("Report.header: 3, but should be dict")
     assert named["10"] == "started 2030-01-01 00:00:00 (0123abc+), later than this run"
-
-
-def test_a_report_that_is_damaged_in_its_details_is_not_compared(tmp_path):
-    write(tmp_path, "1/report.json", night(1))
-    data = to_plain(night(2))
-    data["loaders"][0]["checks"][0]["findings"] = 3
-    write(tmp_path, "2/report.json", json.dumps(data))
-    found = read_earlier([str(tmp_path)], NOW)
-    assert found.before.header.commit == "c1"
-    assert ["findings: 3, but should be list" in note for note in found.notes] == [True]
+    assert named["12"].endswith("findings: 3, but should be list")
 
 
 def test_an_empty_folder_has_nothing_to_compare(tmp_path):

@@ -2,99 +2,37 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.reports.compare import compare
-from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import CheckHistory, Report
-from tests.reports.many_loaders import nightly, yesterday
-from tests.reports.report_factory import CATALOGUE, check, finding, report
-from tests.reports.test_page_browser import focused, shown, until
+from tests.reports.conftest import HEIGHT, MANY
+from tests.reports.report_factory import CATALOGUE
+from tests.reports.test_page_browser import accessibility_problems, focused, shown, until
 
 pytestmark = pytest.mark.nightly
 
-import_package = importlib.import_module if os.environ.get("CI") else pytest.importorskip
-axe = import_package("axe_playwright_python.sync_playwright")
-
-SCREEN = {"width": 1440, "height": 1080}
 A4 = 718
 """Width (px) between the margins of the page on paper."""
 MOST_NODES = {"nightly": 10_000, "failing": 30_000}
 """Elements of the page when it opens, which decide how long that takes; with all sections it would have 174,000."""
 
 
-def all_failing() -> Report:
-    """Return a run in which every loader fails, each for a cause of its own."""
-    made = nightly(broken=False)
-
-    def broken(number: int) -> dict[str, Any]:
-        cause = f"cause {chr(65 + number % 26)}{chr(65 + number // 26)}"
-        return {"loss_parity": check("loss_parity", "failed", [finding(None, cause=cause)])}
-
-    loaders = [
-        replace(one, checks=tuple(broken(number).get(each.check, each) for each in one.checks))
-        for number, one in enumerate(made.loaders)
-    ]
-    return replace(made, loaders=tuple(loaders))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("large")
-    pages = {
-        "nightly": nightly(),
-        "failing": all_failing(),
-        "passing": report(*nightly(broken=False).loaders[1:13]),
-    }
-    for name, made in pages.items():
-        write_page(made, folder / f"{name}.html", compare(yesterday(), made) if name == "nightly" else None)
-    return {name: folder / f"{name}.html" for name in pages}
-
-
-@pytest.fixture
-def opened(browser, files) -> Iterator[Callable[..., Any]]:
-    contexts, errors = [], []
-
-    def open_page(name: str = "nightly", fragment: str = "", script: str = "", **settings: Any) -> Any:
-        context = browser.new_context(**{"viewport": SCREEN, **settings})
-        context.set_default_timeout(60_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: errors.append(message.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        if script:
-            page.add_init_script(script)
-        page.goto(files[name].as_uri() + fragment)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert errors == []
-
-
 def test_it_is_small(files):
-    assert {name: path.stat().st_size < 4_000_000 for name, path in files.items()} == dict.fromkeys(files, True)
+    assert [name for name in MANY if files(name).stat().st_size >= 4_000_000] == []
 
 
 @pytest.mark.parametrize("name", MOST_NODES)
 def test_it_is_at_most_ten_screens_tall_and_opens_with_few_elements(opened, name):
     page = opened(name)
-    assert page.evaluate("document.documentElement.scrollHeight") <= 10 * SCREEN["height"]
+    assert page.evaluate("document.documentElement.scrollHeight") <= 10 * HEIGHT
     assert page.evaluate("document.querySelectorAll('*').length") < MOST_NODES[name]
 
 
 def test_what_broke_has_a_card_for_each_cause(opened):
-    page = opened()
+    page = opened("nightly")
     assert page.locator("h1").inner_text() == "3 loaders crashed, 6 checks failed, 1 unexpected pass"
-    assert page.locator("#broke").bounding_box()["y"] < SCREEN["height"] / 2
+    assert page.locator("#broke").bounding_box()["y"] < HEIGHT / 2
     assert [text.split(" ", 2)[0] for text in shown(page, ".card .kind")] == ["3", "2", "1", "2", "1", "1"]
     assert shown(page, ".card .kind")[0] == "3 loaders crashed"
     assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
@@ -113,7 +51,7 @@ def test_what_broke_has_a_card_for_each_cause(opened):
 
 
 def test_a_card_leads_to_the_details_and_to_the_cell(opened):
-    page = opened()
+    page = opened("nightly")
     page.locator("#cause-2 .chips a").first.click()
     assert focused(page, "id") == "loader-1-no_uninitialized_memory"
     page.locator("#cause-4 .in-table").click()
@@ -124,7 +62,7 @@ def test_a_card_leads_to_the_details_and_to_the_cell(opened):
 
 
 def test_a_command_is_copied(opened):
-    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    page = opened("nightly", permissions=["clipboard-read", "clipboard-write"])
     page.locator("#cause-2 .copy").click()
     until(page, "document.querySelector('#cause-2 .copy').textContent === 'copied'")
     command = "python -m pytest 'tests/test_zoo.py::test_loads[qwen3-tp][no_uninitialized_memory]'"
@@ -132,7 +70,7 @@ def test_a_command_is_copied(opened):
 
 
 def test_a_crash_is_one_bar_in_the_matrix(opened):
-    page = opened()
+    page = opened("nightly")
     assert page.locator("#cell-2 td").count() == 1
     assert shown(page, "#cell-2 td")[0].startswith("! crashed: ranks 0, 1 raised FileNotFoundError")
     assert not page.locator("#matrix .s-error").count()
@@ -143,7 +81,7 @@ def columns(page: Any) -> int:
 
 
 def test_the_matrix_opens_with_what_has_failures(opened):
-    page = opened()
+    page = opened("nightly")
     assert len(shown(page, "#matrix tr[data-row]")) == 9
     assert columns(page) == 5
     assert shown(page, "#matrix .fold") == [
@@ -171,7 +109,7 @@ def test_few_loaders_are_not_folded(opened):
 
 
 def test_both_headers_of_the_matrix_stay_in_sight(opened):
-    page = opened(fragment="#rows=all", viewport={"width": 1000, "height": 800})
+    page = opened("nightly", fragment="#rows=all", width=1000)
     page.evaluate("document.querySelector('.matrix-scroller').scrollTo(400, 1500)")
     inside = """(selector) => {
         const box = document.querySelector('.matrix-scroller').getBoundingClientRect();
@@ -183,7 +121,7 @@ def test_both_headers_of_the_matrix_stay_in_sight(opened):
 
 
 def test_filters_act_on_the_matrix(opened):
-    page = opened(fragment="#rows=all")
+    page = opened("nightly", fragment="#rows=all")
     assert page.locator("#filters").bounding_box()["y"] < page.locator("#matrix").bounding_box()["y"]
     page.locator("[name=status][value=failed]").check(force=True)
     until(page, "location.hash.includes('status=failed')")
@@ -201,7 +139,7 @@ def test_filters_act_on_the_matrix(opened):
 
 
 def test_a_link_into_a_packed_section_opens_it(opened):
-    page = opened(fragment="#loader-77-no_meta_params")
+    page = opened("nightly", fragment="#loader-77-no_meta_params")
     until(page, "document.activeElement.id === 'loader-77-no_meta_params'")
     assert page.locator("#loader-77-no_meta_params").is_visible()
     assert page.locator("#loader-77 .plot").count() == 2
@@ -209,13 +147,13 @@ def test_a_link_into_a_packed_section_opens_it(opened):
 
 
 def test_a_browser_that_cannot_unpack_a_section_says_so(opened):
-    page = opened(fragment="#loader-77-no_meta_params", script="delete window.DecompressionStream")
+    page = opened("nightly", fragment="#loader-77-no_meta_params", script="delete window.DecompressionStream")
     until(page, "document.querySelectorAll('#loader-77 script.packed').length === 0")
     assert shown(page, "#loader-77 .warn") == ["This browser cannot unpack this section; see report.json."]
 
 
 def test_arrow_keys_reach_the_fold(opened):
-    page = opened()
+    page = opened("nightly")
     page.locator("#cell-9-dcp_reshards").focus()
     page.keyboard.press("ArrowDown")
     assert focused(page, "id") == "unfold"
@@ -224,7 +162,7 @@ def test_arrow_keys_reach_the_fold(opened):
 
 
 def test_steps_that_are_nan_are_marked_on_the_axis(opened):
-    page = opened(fragment="#loader-8-loss_parity")
+    page = opened("nightly", fragment="#loader-8-loss_parity")
     until(page, "document.querySelectorAll('#loader-8 .plot').length === 2")
     crosses = page.locator("#loader-8 .plot").first.locator(".lost").all()
     assert len(crosses) == 3
@@ -232,7 +170,7 @@ def test_steps_that_are_nan_are_marked_on_the_axis(opened):
 
 
 def test_paper_has_everything_of_the_loaders_that_failed(opened):
-    page = opened(color_scheme="dark")
+    page = opened("nightly", color_scheme="dark")
     until(page, "document.documentElement.dataset.ready === ''")
     page.set_viewport_size({"width": A4, "height": 1000})
     page.emulate_media(media="print")
@@ -252,44 +190,26 @@ def test_paper_has_everything_of_the_loaders_that_failed(opened):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_no_accessibility_problem(opened, theme):
-    page = opened(fragment="#loader-8-loss_parity", color_scheme=theme)
+    page = opened("nightly", fragment="#loader-8-loss_parity", color_scheme=theme)
     until(page, "document.querySelectorAll('#loader-8 .plot').length === 2")
-    found = axe.Axe().run(page)
-    problems = [
-        (one["id"], node["target"], node["failureSummary"])
-        for one in found.response["violations"]
-        for node in one["nodes"][:2]
-    ]
-    assert problems == []
+    assert accessibility_problems(page) == []
 
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_page_is_wider_than_the_screen(opened, width):
-    page = opened(fragment="#rows=all", viewport={"width": width, "height": 844})
+    page = opened("nightly", fragment="#rows=all", width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_failures_are_readable_without_javascript(opened):
-    page = opened(java_script_enabled=False)
+    page = opened("nightly", java_script_enabled=False)
     assert len(shown(page, ".card")) == 6
     assert page.locator("noscript").is_visible()
     page.locator("#loader-1 summary").first.click()
     assert "never written" in shown(page, "#loader-1 .result")[0]
 
 
-def with_history(made: Report, loader: str, history: CheckHistory) -> Report:
-    """Give the first check of a loader a history."""
-    loaders = (
-        replace(one, checks=(replace(one.checks[0], history=history), *one.checks[1:])) if one.loader == loader else one
-        for one in made.loaders
-    )
-    return replace(made, loaders=tuple(loaders))
-
-
-def test_rows_that_are_built_later_have_the_marks_of_the_history(opened, files):
-    made = with_history(nightly(), "tests/test_zoo.py::test_loads[bert-tp]", CheckHistory(".F.F.", flaky=True))
-    files["flaky"] = files["nightly"].with_name("flaky.html")
-    write_page(made, files["flaky"])
+def test_rows_that_are_built_later_have_the_marks_of_the_history(opened):
     page = opened("flaky", "#rows=all")
     assert page.locator("#matrix .h-flaky").count() == 1
     assert "flaky" in page.locator("#matrix .h-flaky").get_attribute("aria-label")

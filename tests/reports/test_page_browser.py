@@ -6,17 +6,12 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.reports.compare import compare
-from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import Outcome, Report
 from tests.reports import report_factory as factory
-from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY, header, report
+from tests.reports.conftest import DESKTOP, MANY, PAGES
+from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY
 
 pytestmark = pytest.mark.nightly
 
@@ -25,64 +20,10 @@ import_package = importlib.import_module if os.environ.get("CI") else pytest.imp
 playwright = import_package("playwright.sync_api")
 axe = import_package("axe_playwright_python.sync_playwright")
 
-PAGES: dict[str, Callable[[], Report]] = {
-    "usual": report,
-    "hostile": factory.hostile,
-    "empty": lambda: replace(report(), loaders=()),
-    "cut": lambda: report(complete=False, exit_status=None),
-    "raised": lambda: report(factory.raised()),
-    "large": factory.large,
-    "compared": report,
-    "nights": factory.nights,
-    "known": lambda: report(
-        outcome=Outcome(True, "1 known failure", "regression"),
-        header=header(settings={"PYTEST_ADDOPTS": "--fsdp-compare=reports"}),
-    ),
-}
-COMPARED = ("compared", "hostile")
-PHONE, DESKTOP = 360, 1440
+PHONE = 360
 UNCOVERED = """document.activeElement.getBoundingClientRect().top >=
     document.querySelector('#filters').getBoundingClientRect().bottom"""
 """Whether the focused element is not hidden by the filters."""
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("pages")
-
-    def file(name: str) -> Path:
-        path = folder / f"{name}.html"
-        if not path.exists():
-            now = PAGES[name]()
-            write_page(now, path, compare(factory.passing(now), now) if name in COMPARED else None)
-        return path
-
-    return file
-
-
-@pytest.fixture
-def opened(browser, files) -> Iterator[Callable[..., playwright.Page]]:
-    """Yield a function that opens a page. Any network request, message or error of the page fails the test."""
-    contexts, requests, messages = [], [], []
-
-    def open_page(name: str = "usual", fragment: str = "", width: int = DESKTOP, **settings: object) -> playwright.Page:
-        context = browser.new_context(viewport={"width": width, "height": 900}, **settings)
-        context.set_default_timeout(60_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: messages.append(message.text))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.on("dialog", lambda dialog: messages.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(files(name).as_uri() + fragment)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert messages == []
-    assert [url for url in requests if not url.startswith(("file://", "data:"))] == []
-    assert {Path(url.split("#")[0]).suffix for url in requests if url.startswith("file://")} == {".html"}
 
 
 def shown(page: playwright.Page, selector: str) -> list[str]:
@@ -102,8 +43,16 @@ def focused(page: playwright.Page, what: str) -> str:
     return str(page.evaluate(f"document.activeElement.{what}"))
 
 
-@pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("width", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.nightly)])
+def accessibility_problems(page: playwright.Page) -> list[tuple[object, ...]]:
+    return [
+        (one["id"], node["target"], node["failureSummary"])
+        for one in axe.Axe().run(page).response["violations"]
+        for node in one["nodes"][:2]
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in MANY])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_no_page_is_wider_than_the_screen(opened, name, width):
     page = opened(name, width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -118,22 +67,16 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
         ("compared", "dark"),
         ("nights", "light"),
         ("known", "light"),
-        pytest.param("nights", "dark", marks=pytest.mark.nightly),
-        pytest.param("usual", "light", marks=pytest.mark.nightly),
-        pytest.param("hostile", "light", marks=pytest.mark.nightly),
-        pytest.param("empty", "dark", marks=pytest.mark.nightly),
+        ("nights", "dark"),
+        ("usual", "light"),
+        ("hostile", "light"),
+        ("empty", "dark"),
     ],
 )
 def test_axe_finds_no_accessibility_problem(opened, name, theme):
     page = opened(name, color_scheme=theme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
-    found = axe.Axe().run(page)
-    problems = [
-        (one["id"], node["target"], node["failureSummary"])
-        for one in found.response["violations"]
-        for node in one["nodes"][:2]
-    ]
-    assert problems == []
+    assert accessibility_problems(page) == []
 
 
 def test_hostile_names_are_text(opened):
@@ -374,3 +317,37 @@ def test_a_large_report_is_complete(opened):
     assert len(shown(page, "#matrix tbody tr[data-row]")) == 20
     page.locator("#matrix tr[data-row] th a").last.click()
     until(page, "document.querySelectorAll('.drawing:not([hidden])').length === 1")
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_a_strip_is_drawn_and_said(opened, width):
+    page = opened("nights", width=width)
+    strip = page.locator(".result .strip").first
+    assert strip.is_visible()
+    assert strip.get_attribute("aria-label") == (
+        "The last 14 runs, oldest first: 2 passed, 2 failed, 3 passed, 1 failed, 5 passed, 1 failed"
+    )
+    boxes = [strip.locator(f".h-{state}").bounding_box() for state in ("good", "bad")]
+    assert boxes[0]["height"] < boxes[1]["height"], "failures stand out without colours"
+    assert "last 14 runs: 9 passed, 5 failed" in " ".join(shown(page, ".result .history"))
+    assert shown(page, "#history dt") == ["Broken since an earlier run: 1", "Flaky checks: 1"]
+
+
+def test_marks_in_the_table_are_inside_it_and_have_words(opened):
+    page = opened("nights")
+    for kind, words in (("h-old", "broken since 2026-11-10 02:17"), ("h-flaky", "flaky: 10 passed and 4 failed")):
+        cell = page.locator(f"#matrix .{kind}")
+        assert cell.count() == 1
+        assert words in cell.get_attribute("title")
+        assert words in cell.get_attribute("aria-label")
+        mark = "getComputedStyle(document.querySelector('#matrix .{}'), '::after').content"
+        assert page.evaluate(mark.format(kind)) != "none"
+    assert page.locator("#matrix .cell").count() > 2
+
+
+def test_a_check_that_passes_has_its_history_in_the_list_of_all_checks(opened):
+    page = opened("nights")
+    page.locator("#loader-2 .checks summary").click()
+    rows = shown(page, "#loader-2 .checks tbody tr")
+    assert all("14 passed" in row for row in rows)
+    assert page.locator("#loader-2 .strip").count() == 0, "words are enough where nothing changed"

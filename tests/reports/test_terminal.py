@@ -9,18 +9,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure, describe_finding
-from tests.checks.evidence_factory import (
-    CATALOGUE,
-    MIDDLE,
-    ROTARY,
-    change,
-    differ,
-    healthy,
-    on_ranks,
-    rename,
-    verdict,
-    with_reference,
-)
+from tests.checks.evidence_factory import CATALOGUE, ROTARY, change, healthy, on_ranks, verdict
 
 WORLD, RERUN = "world of 2 (gloo on cpu)", "pytest 'test_a.py::test_llama[no_meta_buffers]'"
 
@@ -81,51 +70,97 @@ def test_one_finding():
     )
 
 
-def test_similar_tensors_share_a_line():
-    findings = [red(f"model.layers.{layer}.rotary.inv_freq", range(8)) for layer in range(32)]
-    assert lines(failed(*findings)) == ["  model.layers.{0..31}.rotary.inv_freq, ranks 0-7: red, but should be blue"]
+MODEL = {"parameter": frozenset("abcd"), "buffer": frozenset("xyz")}
+RED = "red, but should be blue"
+ON_BOTH = f"ranks 0, 1: {RED}"
 
 
-def test_a_line_of_several_tensors_shows_the_detail_of_the_first():
-    findings = [red(f"layers.{layer}.w", detail=f"{layer} of 9") for layer in range(3)]
-    assert lines(failed(*findings)) == ["  layers.{0..2}.w, ranks 0, 1: red, but should be blue (layers.0.w: 0 of 9)"]
+@pytest.mark.parametrize(
+    ("findings", "expected"),
+    [
+        pytest.param(
+            [red(f"model.layers.{layer}.rotary.inv_freq", range(8)) for layer in range(32)],
+            [f"model.layers.{{0..31}}.rotary.inv_freq, ranks 0-7: {RED}"],
+            id="similar tensors share a line",
+        ),
+        pytest.param(
+            [red(f"layers.{layer}.w", detail=f"{layer} of 9") for layer in range(3)],
+            [f"layers.{{0..2}}.w, {ON_BOTH} (layers.0.w: 0 of 9)"],
+            id="the detail of the first of several tensors",
+        ),
+        pytest.param([red("a", detail="3 of 9")], [f"a, {ON_BOTH} (3 of 9)"], id="the detail of one tensor"),
+        pytest.param(
+            [
+                red("layers.0.w", [0]),
+                red("layers.1.w", [1]),
+                Finding("layers.2.w", (0,), "green", "blue"),
+                red("layers.3.w", [0]),
+            ],
+            [
+                f"layers.{{0,3}}.w, rank 0: {RED}",
+                f"layers.1.w, rank 1: {RED}",
+                "layers.2.w, rank 0: green, but should be blue",
+            ],
+            id="other ranks or texts",
+        ),
+        pytest.param(
+            [Finding("a", (0,), "does not load", "", "KeyError")],
+            ["a, rank 0: does not load (KeyError)"],
+            id="nothing is expected",
+        ),
+        pytest.param([red(None)], [f"the model, {ON_BOTH}"], id="the whole model"),
+        pytest.param(
+            [red(None, detail="one"), red("b.w"), red(None, detail="two")],
+            [f"the model, {ON_BOTH} (one)", f"the model, {ON_BOTH} (two)", f"b.w, {ON_BOTH}"],
+            id="the whole model has lines of its own",
+        ),
+        *(
+            pytest.param([red(name)], [f"{name}, {ON_BOTH}"], id=name)
+            for name in ("größe.weight", "a b", "{0..3}", "%s", "x.{", "[red]", "a\\nb")
+        ),
+    ],
+)
+def test_the_lines_of_findings(findings, expected):
+    assert lines(failed(*findings)) == [f"  {line}" for line in expected]
+    if len(findings) == 1:
+        assert [describe_finding(findings[0])] == expected
 
 
-def test_the_detail_of_one_tensor_is_not_prefixed_by_its_name():
-    assert lines(failed(red("a", detail="3 of 9"))) == ["  a, ranks 0, 1: red, but should be blue (3 of 9)"]
+@pytest.mark.parametrize(
+    ("findings", "expected"),
+    [
+        *(
+            pytest.param([red(name) for name in names], [f"{part}, {ON_BOTH}" for part in parts], id=names)
+            for names, parts in {
+                "abcd": ["all 4 parameters"],
+                "dcba": ["all 4 parameters"],
+                "abc": ["a", "b", "c"],
+                "abcdx": ["all 4 parameters", "x"],
+                "xyz": ["x", "y", "z"],
+                "xyzabcd": ["all 4 parameters", "x", "y", "z"],
+            }.items()
+        ),
+        pytest.param(
+            [red(name, detail=f"{number} of 9") for number, name in enumerate("abcd")],
+            [f"all 4 parameters, {ON_BOTH} (a: 0 of 9)"],
+            id="the detail of the first",
+        ),
+        pytest.param(
+            [*(red(name, [0]) for name in "abcd"), *(red(name, [1]) for name in "ab")],
+            [f"all 4 parameters, rank 0: {RED}", f"a, rank 1: {RED}", f"b, rank 1: {RED}"],
+            id="some on other ranks",
+        ),
+    ],
+)
+def test_all_tensors_of_a_kind_are_counted_instead_of_named(findings, expected):
+    assert lines(failed(*findings, model=MODEL)) == [f"  {line}" for line in expected]
 
 
-def test_findings_with_other_ranks_or_texts_have_other_lines():
-    findings = [
-        red("layers.0.w", [0]),
-        red("layers.1.w", [1]),
-        Finding("layers.2.w", (0,), "green", "blue"),
-        red("layers.3.w", [0]),
-    ]
-    assert lines(failed(*findings)) == [
-        "  layers.{0,3}.w, rank 0: red, but should be blue",
-        "  layers.1.w, rank 1: red, but should be blue",
-        "  layers.2.w, rank 0: green, but should be blue",
-    ]
-
-
-def test_a_finding_that_expects_nothing_shows_the_actual_state_alone():
-    alone = Finding("a", (0,), "does not load", "", "KeyError")
-    assert describe_finding(alone) == "a, rank 0: does not load (KeyError)"
-    assert lines(failed(alone)) == ["  a, rank 0: does not load (KeyError)"]
-
-
-@pytest.mark.parametrize(("detail", "tail"), [("", ""), ("step 0", " (step 0)")])
-def test_the_whole_model(detail, tail):
-    assert lines(failed(red(None, detail=detail))) == [f"  the model, ranks 0, 1: red, but should be blue{tail}"]
-
-
-def test_findings_about_the_whole_model_have_lines_of_their_own():
-    text = failed(red(None, detail="one"), red("b.w"), red(None, detail="two"))
-    assert lines(text) == [
-        "  the model, ranks 0, 1: red, but should be blue (one)",
-        "  the model, ranks 0, 1: red, but should be blue (two)",
-        "  b.w, ranks 0, 1: red, but should be blue",
+def test_all_tensors_of_both_kinds():
+    model = {"parameter": frozenset("abcd"), "buffer": frozenset("vwxyz")}
+    assert lines(failed(*map(red, "abcdvwxyz"), model=model)) == [
+        f"  all 4 parameters, {ON_BOTH}",
+        f"  all 5 buffers, {ON_BOTH}",
     ]
 
 
@@ -179,11 +214,6 @@ def test_many_lines_are_cut(count, last):
     assert (len(shown), shown[-1]) == (min(count, 21), last)
 
 
-@pytest.mark.parametrize("name", ["größe.weight", "a b", "{0..3}", "%s", "x.{", "[red]", "a\\nb"])
-def test_unusual_names_are_written_unchanged(name):
-    assert lines(failed(red(name))) == [f"  {name}, ranks 0, 1: red, but should be blue"]
-
-
 def test_long_causes_are_wrapped_under_their_label():
     cause = "the paint ran out " * 10 + "see https://example.org/a-very-long-address-that-must-not-be-broken-anywhere"
     text = failed(red("a", cause=cause.strip(), remedy="buy paint"))
@@ -226,135 +256,24 @@ def test_a_real_verdict():
     )
 
 
-def test_a_real_verdict_with_numbers_and_an_unstable_reference():
-    evidence = with_reference(differ(healthy(), MIDDLE, [1], differing=12), unstable=("embed.weight",))
-    assert describe_failure(verdict("params_equal_reference", evidence), str(evidence.world), RERUN) == message(
-        """
-        params_equal_reference: every parameter shard is bit-identical to the reference's slice (within rounding if the loader casts)
-        failed in a world of 2 (gloo on cpu):
-
-          layers.0.weight, rank 1: values that differ from the reference's slice (all elements of rank 1's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5)
-
-        likely cause: these ranks read the slice of another rank, or only the others received the weight
-        remedy: take the offset from the DTensor's own mesh coordinate, and load on every rank
-
-        and not judged: the reference is not reproducible: it has other bits each time it is built (embed.weight); make it build the same model every time
-
-        rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
-        """  # noqa: E501
-    )
-
-
-def test_a_real_curve_of_losses():
-    evidence = healthy(1, losses=(2.0, 1.0))
-    drifting = with_reference(evidence, losses=(2.0, 1.5), losses_again=(2.0, 1.5))
-    assert lines(describe_failure(verdict("loss_parity", drifting), str(evidence.world), RERUN)) == [
-        "  the model, rank 0: loss 1 at step 1, but should be 1.5 within 1e-05 (losses 2.000000, 1.000000; "
-        "reference 2.000000, 1.500000)",
-        "              steps, such as a buffer or a cache that the forward updates on each rank separately",
-    ]
-
-
-MODEL = {"parameter": frozenset("abcd"), "buffer": frozenset("xyz")}
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ("abcd", ["all 4 parameters"]),
-        ("dcba", ["all 4 parameters"]),
-        ("abc", ["a", "b", "c"]),
-        ("abcdx", ["all 4 parameters", "x"]),
-        ("xyz", ["x", "y", "z"]),
-        ("xyzabcd", ["all 4 parameters", "x", "y", "z"]),
-    ],
-)
-def test_all_tensors_of_a_kind_are_counted_instead_of_named(names, expected):
-    assert lines(failed(*map(red, names), model=MODEL)) == [
-        f"  {name}, ranks 0, 1: red, but should be blue" for name in expected
-    ]
-
-
-def test_all_tensors_of_both_kinds():
-    model = {"parameter": frozenset("abcd"), "buffer": frozenset("vwxyz")}
-    assert lines(failed(*map(red, "abcdvwxyz"), model=model)) == [
-        "  all 4 parameters, ranks 0, 1: red, but should be blue",
-        "  all 5 buffers, ranks 0, 1: red, but should be blue",
-    ]
-
-
-def test_all_tensors_of_a_kind_show_the_detail_of_the_first():
-    findings = [red(name, detail=f"{number} of 9") for number, name in enumerate("abcd")]
-    assert lines(failed(*findings, model=MODEL)) == [
-        "  all 4 parameters, ranks 0, 1: red, but should be blue (a: 0 of 9)"
-    ]
-
-
-def test_all_tensors_on_some_ranks_and_some_on_all_have_other_lines():
-    findings = [*(red(name, [0]) for name in "abcd"), *(red(name, [1]) for name in "ab")]
-    assert lines(failed(*findings, model=MODEL)) == [
-        "  all 4 parameters, rank 0: red, but should be blue",
-        "  a, rank 1: red, but should be blue",
-        "  b, rank 1: red, but should be blue",
-    ]
-
-
 def test_a_real_model_entirely_on_meta():
     evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, device="meta") for t in rank.tensors))
     assert lines(describe_failure(verdict("no_meta_params", evidence), WORLD, RERUN)) == [
         "  all 4 parameters, ranks 0, 1: on meta, but should be materialised"
     ]
-    assert lines(describe_failure(verdict("no_meta_buffers", evidence), WORLD, RERUN)) == [
-        "  rotary.inv_freq, ranks 0, 1: on meta, but should be materialised",
-        "  counter, ranks 0, 1: on meta, but should be materialised",
-    ]
 
 
-def test_a_real_prefix_is_one_line():
-    found = verdict("names_match_reference", rename(healthy(), "module."))
-    assert describe_failure(found, str(healthy().world), RERUN) == message(
-        """
-        names_match_reference: no parameters or buffers are missing or extra
-        failed in a world of 2 (gloo on cpu):
-
-          the model, ranks 0, 1: names have the prefix 'module.' (module.embed.weight), but should be named as in the reference (embed.weight)
-
-        likely cause: the loader returns a wrapper instead of the model inside it
-        remedy: return the inner module, which is .module of the returned one
-
-        rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
-        """  # noqa: E501
-    )
-
-
-def test_a_real_shape_and_the_expected_one():
-    wrong = {"problem": "shape (4, 6)", "should_be": "(6, 4), as in the reference"}
-    found = verdict("params_equal_reference", differ(healthy(), MIDDLE, **wrong))
-    assert lines(describe_failure(found, WORLD, RERUN))[0] == (
-        "  layers.0.weight, ranks 0, 1: shape (4, 6), but should be (6, 4), as in the reference"
-    )
-
-
-def test_an_error_with_a_separate_detail():
-    text = describe_error("test_it", "it broke", "Traceback ...", RERUN)
-    assert text == f"test_it: it broke\n\nTraceback ...\n\nrerun: {RERUN}"
-
-
-def test_an_error_whose_detail_begins_with_the_reason():
-    text = describe_error("test_it", "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL\nrank 0: ...", RERUN)
-    assert text == message(
-        """
-        test_it: rank 1 was killed by SIGKILL
-        rank 0: ...
-
-        rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
-        """
-    )
-
-
-@pytest.mark.parametrize("detail", ["", "it broke"])
-def test_the_reason_of_an_error_is_not_repeated(detail):
-    assert describe_error("test_it", "it broke", detail, RERUN) == f"test_it: it broke\n\nrerun: {RERUN}"
+@pytest.mark.parametrize(
+    ("reason", "detail", "shown"),
+    [
+        ("it broke", "Traceback ...", "it broke\n\nTraceback ..."),
+        ("rank 1 was killed", "rank 1 was killed\nrank 0: ...", "rank 1 was killed\nrank 0: ..."),
+        ("it broke", "", "it broke"),
+        ("it broke", "it broke", "it broke"),
+    ],
+)
+def test_the_reason_of_an_error_is_not_repeated(reason, detail, shown):
+    assert describe_error("test_it", reason, detail, RERUN) == f"test_it: {shown}\n\nrerun: {RERUN}"
 
 
 def test_the_list_of_checks():

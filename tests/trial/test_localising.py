@@ -19,7 +19,7 @@ from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, WIDTH, 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.checks.tracing.facts import AGREES
-from pytest_fsdp_meta.checks.tracing.judge import describe_origin, find_place
+from pytest_fsdp_meta.checks.tracing.judge import Place, describe_origin, find_place
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.reports.terminal import describe_failure
 from pytest_fsdp_meta.worlds import SEED, Rank, current
@@ -55,6 +55,12 @@ def origins(evidence: Evidence) -> dict[str, set[str]]:
     """Return the check that failed -> where it says that the difference starts."""
     found = trial_help.judge_all(evidence, PARITY)
     return {id: {f.origin for f in verdict.findings} for id, verdict in found.items() if verdict.status == "failed"}
+
+
+def place_in(evidence: Evidence) -> Place:
+    place = find_place(evidence.traces or ())
+    assert place is not None
+    return place
 
 
 def without_numbers(origin: str) -> str:
@@ -115,48 +121,40 @@ def test_an_error_of_a_module_is_placed_in_bfloat16(mesh, name):
         return load(fsdp, scale, policy=IN_BFLOAT16)
 
     evidence = observe(broken, dict(MESHES[mesh]))
-    place = find_place(evidence.traces or ())
-    assert place is not None
+    place = place_in(evidence)
     assert (place.module, place.phase) == (name, "forward")
     assert "; it is 1.3 times the reference's" in describe_origin(evidence.traces)
 
 
 @pytest.mark.parametrize(
-    "mesh", ["FSDP2", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("FSDP2 x TP", "HSDP"))]
+    ("mesh", "policy"),
+    [
+        *((mesh, None) for mesh in MESHES),
+        ("FSDP2", IN_BFLOAT16),
+        *(pytest.param(mesh, IN_BFLOAT16, marks=pytest.mark.nightly) for mesh in ("FSDP2 x TP", "HSDP")),
+    ],
 )
-def test_a_right_loader_in_bfloat16_has_no_such_module(mesh):
-    evidence = observe(partial(load, policy=IN_BFLOAT16), dict(MESHES[mesh]), localise=True)
+def test_a_right_loader_has_no_such_module(mesh, policy):
+    evidence = observe(partial(load, policy=policy) if policy else load, dict(MESHES[mesh]), localise=True)
     assert origins(evidence) == {}
     assert evidence.traces is not None
-    assert all(trace.handed for trace in evidence.traces)
     calls = [call for trace in evidence.traces for call in (*trace.forward, *trace.backward)]
     assert max(call.distance / call.noise for call in calls) < AGREES / 2
     assert find_place(evidence.traces) is None
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_right_loader_has_no_such_module(mesh):
-    evidence = observe(load, dict(MESHES[mesh]), localise=True)
-    assert origins(evidence) == {}
-    assert evidence.traces is not None
-    calls = [call for trace in evidence.traces for call in (*trace.forward, *trace.backward)]
+    if policy:
+        assert all(trace.handed for trace in evidence.traces)
+        return
     assert {call.stage for call in calls} == {"input", "output", "gradient"}
-    assert max(call.distance / call.noise for call in calls) < AGREES / 2
     # The gradient of the model's output is that of the head's, which came first and gave the multiple of the loss.
     assert {(call.stage, call.module) for call in calls if call.unmatched} <= {("gradient", "")}
-    assert find_place(evidence.traces) is None
 
 
 def test_the_message():
     evidence = observe(partial(load, break_it=MISPLACED["other_activation"].break_it))
     message = describe_failure(judge(built_in()["loss_parity"], evidence, built_in()), "world of 2", "pytest")
-    start = [line.strip() for line in message.splitlines()[2:7]]
-    assert (
-        " ".join(start).strip().startswith("where it starts: layers.1.mlp.act (GELU, torch/nn/modules/activation.py:")
-    )
-    assert ", SiLU in the reference), forward, ranks 0, 1: the inputs agree, the output is off by 0.18 (noise" in (
-        " ".join(start)
-    )
+    start = " ".join(line.strip() for line in message.splitlines()[2:7]).strip()
+    assert start.startswith("where it starts: layers.1.mlp.act (GELU, torch/nn/modules/activation.py:")
+    assert ", SiLU in the reference), forward, ranks 0, 1: the inputs agree, the output is off by 0.18 (noise" in start
 
 
 def test_the_line_is_that_of_the_forward():
@@ -167,14 +165,15 @@ def test_the_line_is_that_of_the_forward():
     assert (facts["layers.1"].kind, facts[""].kind) == ("Block", "Decoder")  # fully_shard() makes classes of its own
 
 
-def test_nothing_is_paid_where_parity_holds():
-    assert observe(load).traces is None
-
-
-def test_nothing_is_paid_for_checks_that_are_not_selected():
-    broken = partial(load, break_it=MISPLACED["other_activation"].break_it)
-    assert observe(broken, selection=frozenset({"update_parity"})).traces is None
-    assert observe(broken, selection=frozenset({"loss_parity"})).traces is not None
+@pytest.mark.parametrize(
+    ("defect", "selection", "traced"),
+    [(None, None, False), ("other_activation", "update_parity", False), ("other_activation", "loss_parity", True)],
+    ids=["parity holds", "not selected", "selected"],
+)
+def test_nothing_is_paid_where_no_selected_check_fails(defect, selection, traced):
+    loader = partial(load, break_it=MISPLACED[defect].break_it) if defect else load
+    evidence = observe(loader, selection=frozenset({selection}) if selection else None)
+    assert (evidence.traces is not None) == traced
 
 
 def test_a_difference_that_another_check_explains_is_not_traced():
@@ -223,13 +222,7 @@ def refusing() -> Decoder:
 
 
 def test_a_reference_that_refuses_hooks_leaves_the_finding_as_it_is():
-    def broken(fsdp: Rank) -> Subject:
-        model: Any = refusing()
-        fully_shard(model, mesh=fsdp.mesh)
-        model.layers[1].mlp.act = nn.GELU()
-        return Subject(model, reference=refusing, batch=batch, loss=loss)
-
-    evidence = observe(broken)
+    evidence = observe_in(torch.float32, refusing, lambda model: setattr(model.layers[1].mlp, "act", nn.GELU()))
     problem = "not looked for in the modules: RuntimeError: no hooks, please"
     assert origins(evidence) == {"loss_parity": {problem}}
 
@@ -263,9 +256,7 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
         model.layers[1] = model.layers[0]
         return model
 
-    def broken(fsdp: Rank) -> Subject:
-        model: Any = shared()
-        fully_shard(model, mesh=fsdp.mesh)
+    def spoil(model: Any) -> None:
         norm, turns = model.layers[0].norm2, []
 
         def forward(x: Tensor) -> Tensor:
@@ -273,12 +264,9 @@ def test_modules_that_run_several_times_are_told_apart_by_their_turn():
             return type(norm).forward(norm, x) * (1.1 if len(turns) % 2 == 0 else 1.0)
 
         norm.forward = forward
-        return Subject(model, reference=shared, batch=batch, loss=loss)
 
-    evidence = observe(broken)
-    assert evidence.traces is not None
-    place = find_place(evidence.traces)
-    assert place is not None
+    evidence = observe_in(torch.float32, shared, spoil)
+    place = place_in(evidence)
     assert (place.module, place.phase) == ("layers.0.norm2", "forward")
     states = {call.turn: call.distance for call in evidence.traces[0].forward if call.module == "layers.0.norm2"}
     assert states[0] < 1e-6 < states[1]
@@ -429,8 +417,7 @@ def hand_on_no_mask(model: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_the_module_that_passes_a_wrong_argument_is_named(change, module, says, dtype):
     evidence = observe_in(dtype, handing, change)
-    place = find_place(evidence.traces or ())
-    assert place is not None
+    place = place_in(evidence)
     assert (place.module, place.before) == (module, ("output", "passing.scaled"))
     assert f"; {says}" in describe_origin(evidence.traces)
 
@@ -521,8 +508,7 @@ def test_a_gradient_that_another_module_spoils_is_not_placed_where_the_tensor_wa
         model.adding.keep = lambda kept: kept * 0.5 + kept.detach() * 0.5
 
     evidence = observe_in(torch.float32, skipping, spoil)
-    place = find_place(evidence.traces or ())
-    assert place is not None
+    place = place_in(evidence)
     assert (place.phase, place.module, place.before) == ("backward", "", ("gradient", "keeping.norm"))
 
 
@@ -537,8 +523,7 @@ def test_a_module_that_several_share_is_placed_where_it_is_called():
         mlp = model.layers[1].mlp
         mlp.forward = lambda x: mlp.down(mlp.act(mlp.gate(x) * 1.5) * mlp.up(x))
 
-    place = find_place(observe_in(torch.float32, one_activation, scale).traces or ())
-    assert place is not None
+    place = place_in(observe_in(torch.float32, one_activation, scale))
     assert (place.module, place.before) == ("layers.1.mlp", ("input", "layers.0.mlp.act"))
 
 

@@ -98,12 +98,6 @@ def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_complete_subject_passes_all_checks(size):
-    verdicts = judged(lambda fsdp: declared(fsdp, build()), size=size)
-    assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
-
-
 class Scaled(nn.Module):
     """A layer that shares a module with a non-persistent buffer, as decoder layers share torchtune's rotary one."""
 
@@ -113,17 +107,6 @@ class Scaled(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.linear(input) * self.shared.scale
-
-
-def test_a_module_that_all_layers_share():
-    def scaled() -> nn.Sequential:
-        torch.manual_seed(0)
-        shared = nn.Module()
-        shared.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
-        return nn.Sequential(Scaled(shared), Scaled(shared))
-
-    verdicts = judged(lambda fsdp: declared(fsdp, scaled(), scaled))
-    assert statuses(verdicts) == dict.fromkeys(ALL, "passed"), {id: found.reason for id, found in verdicts.items()}
 
 
 def test_a_reference_that_cannot_be_trained_is_built_again_for_the_export():
@@ -191,27 +174,10 @@ def build_odd() -> nn.Sequential:
     return nn.Sequential(*build(), Odd())
 
 
-def test_odd_tensors_and_extra_state_are_restored():
-    def loader(fsdp):
-        model = build_odd()
-        for module in model[:2]:
-            fully_shard(module, mesh=fsdp.mesh)
-        # Nobody reduces the gradients of parameters that are not sharded, so every rank gets every row.
-        return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
-
-    found = judged(loader)
-    assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
-
-
 def frozen_first(fsdp: Rank, **fields: Any) -> Subject:
     model = build()
     model[0].requires_grad_(False)
     return declared(fsdp, model, frozen="0.*", **fields)
-
-
-def test_frozen_parameters_are_restored():
-    verdicts = judged(frozen_first)
-    assert statuses(verdicts) == dict.fromkeys(ALL, "passed")
 
 
 def test_an_author_may_save_trained_parameters_only():
@@ -250,12 +216,6 @@ def idle() -> nn.Sequential:
 
 def adam(parameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
-
-
-@pytest.mark.parametrize("fields", [{}, {"optimizer": adam}], ids=["ours", "declared"])
-def test_parameters_without_gradient_need_no_optimizer_state(fields):
-    verdicts = judged(lambda fsdp: declared(fsdp, idle(), build=idle, **fields), SAVING)
-    assert statuses(verdicts) == dict.fromkeys(SAVING, "passed")
 
 
 def test_a_gradient_on_one_rank_only_cannot_be_loaded_by_torch():
@@ -529,18 +489,48 @@ def resume_what_is_there(model: nn.Module, optimizer: torch.optim.Optimizer | No
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def test_an_earlier_checkpoint_may_be_deleted_by_the_next_save():
-    def save(model, optimizer, folder):
-        earlier = vars(model).setdefault("history", [])
-        if earlier and torch.distributed.get_rank() == 0:
-            for other in folder.parent.iterdir():  # whatever else lies there
-                if other != folder:
-                    shutil.rmtree(other)
-        earlier.append(folder)
-        save_all(model, optimizer, folder)
+def deleting_the_earlier(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+    earlier = vars(model).setdefault("history", [])
+    if earlier and torch.distributed.get_rank() == 0:
+        for other in folder.parent.iterdir():  # whatever else lies there
+            if other != folder:
+                shutil.rmtree(other)
+    earlier.append(folder)
+    save_all(model, optimizer, folder)
 
-    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume_what_is_there))
-    assert statuses(found) == dict.fromkeys(ALL, "passed"), {id: one.reason for id, one in found.items()}
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(0)
+    shared = nn.Module()
+    shared.register_buffer("scale", torch.full((4,), 0.5), persistent=False)
+    return nn.Sequential(Scaled(shared), Scaled(shared))
+
+
+def odd(fsdp: Rank) -> Subject:
+    model = build_odd()
+    for module in model[:2]:
+        fully_shard(module, mesh=fsdp.mesh)
+    # Nobody reduces the gradients of parameters that are not sharded, so every rank gets every row.
+    return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
+
+
+RIGHT: dict[str, Callable[[Rank], Subject]] = {
+    "complete": lambda fsdp: declared(fsdp, build()),
+    "a module that all layers share": lambda fsdp: declared(fsdp, scaled(), scaled),
+    "odd tensors and extra state": odd,
+    "frozen parameters": frozen_first,
+    "no gradient and our optimizer": lambda fsdp: declared(fsdp, idle(), idle),
+    "no gradient and an own optimizer": lambda fsdp: declared(fsdp, idle(), idle, optimizer=adam),
+    "an earlier checkpoint is deleted": lambda fsdp: declared(
+        fsdp, build(), save=deleting_the_earlier, resume=resume_what_is_there
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [("complete", 1), *((name, 2) for name in RIGHT)])
+def test_a_right_subject_passes_all_checks(name, size):
+    found = judged(RIGHT[name], size=size)
+    assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
 
 
 @pytest.mark.parametrize("built", [False, True])

@@ -41,19 +41,15 @@ def frozen_as_declared(fsdp: Rank) -> Subject:
     return subject(fsdp, freeze=True, frozen="0.*")
 
 
-def frozen_and_not_declared(fsdp: Rank) -> Subject:
-    return subject(fsdp, freeze=True)
-
-
-def declared_and_not_frozen(fsdp: Rank) -> Subject:
-    return subject(fsdp, freeze=False, frozen="0.*")
-
-
 OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
 
 
 def judged(function: Callable[[Rank], Subject]) -> dict[str, Verdict]:
     return judge_all(observed(function), [check.id for check in built_in() if {*check.needs} <= OBSERVED])
+
+
+def wrong(verdicts: dict[str, Verdict]) -> dict[str, tuple[str, str]]:
+    return {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
 
 
 def observed(function: Callable[[Rank], Subject]) -> Evidence:
@@ -62,28 +58,20 @@ def observed(function: Callable[[Rank], Subject]) -> Evidence:
 
 def test_declared_frozen_parameters_are_frozen_in_the_reference():
     verdicts = judged(frozen_as_declared)
-    assert {id: found.reason for id, found in verdicts.items() if found.status in ("failed", "error")} == {}
+    assert wrong(verdicts) == {}
     assert {TRAINABLE, PARITY} <= set(verdicts)
 
 
-def test_undeclared_frozen_parameters_are_trained_by_the_reference():
-    verdicts = judged(frozen_and_not_declared)
-    assert findings_of(verdicts[TRAINABLE]) == [
-        ("0.weight", (0, 1), "frozen", "trainable", ""),
-        ("0.bias", (0, 1), "frozen", "trainable", ""),
-    ]
+@pytest.mark.parametrize(
+    ("freeze", "declared", "actual", "expected"),
+    [(True, {}, "frozen", "trainable"), (False, {"frozen": "0.*"}, "trainable", "frozen, as declared")],
+    ids=["frozen and not declared", "declared and not frozen"],
+)
+def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, actual, expected):
+    verdicts = judged(lambda fsdp: subject(fsdp, freeze, **declared))
+    assert findings_of(verdicts[TRAINABLE]) == [(name, (0, 1), actual, expected, "") for name in ("0.weight", "0.bias")]
     assert verdicts[PARITY].status == "skipped"
     assert verdicts[PARITY].reason.startswith("the losses differ (step 1: ")
-    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
-
-
-def test_a_declared_frozen_parameter_that_trains_is_found():
-    verdicts = judged(declared_and_not_frozen)
-    assert findings_of(verdicts[TRAINABLE]) == [
-        ("0.weight", (0, 1), "trainable", "frozen, as declared", ""),
-        ("0.bias", (0, 1), "trainable", "frozen, as declared", ""),
-    ]
-    assert verdicts[PARITY].status == "skipped"
     assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
 
 
@@ -112,12 +100,9 @@ def test_a_wrong_verifier_affects_its_own_check_only(declared, reason):
         return subject(fsdp, freeze=True, **declared)
 
     verdicts = judged(loader)
-    wrong = {id: found for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert {id: (found.status, found.reason) for id, found in wrong.items()} == {
-        "frozen_weights_equal_verifier": ("error", reason)
-    }
+    assert wrong(verdicts) == {"frozen_weights_equal_verifier": ("error", reason)}
     if declared.get("verifier") is failing:
-        assert "output of the verifier:\nlooking for the verifier" in wrong["frozen_weights_equal_verifier"].detail
+        assert "output of the verifier:\nlooking for the verifier" in verdicts["frozen_weights_equal_verifier"].detail
     assert verdicts[PARITY].status == "passed"
 
 
@@ -135,8 +120,7 @@ def test_a_rank_that_ends_in_training_affects_training_checks_only():
         return Subject(subject(fsdp, freeze=False).model, reference=build, batch=batch, loss=dying_on_two)
 
     verdicts = judged(loader)
-    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert wrong == dict.fromkeys(TRAINED, ("error", "ranks 0, 1 exited with code 5 before it answered"))
+    assert wrong(verdicts) == dict.fromkeys(TRAINED, ("error", "ranks 0, 1 exited with code 5 before it answered"))
 
 
 def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -204,8 +188,7 @@ def test_errors_in_declared_functions_name_the_field(declared, reason):
         )
 
     verdicts = judged(loader)
-    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert wrong == dict.fromkeys(TRAINED, ("error", reason))
+    assert wrong(verdicts) == dict.fromkeys(TRAINED, ("error", reason))
 
 
 def decaying(model: nn.Module) -> torch.optim.Optimizer:
@@ -261,7 +244,7 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
 def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
     evidence = observed(with_optimizer(make))
     verdicts = judge_all(evidence, built_in().ids())
-    assert {id for id, found in verdicts.items() if found.status in ("failed", "error")} == set()
+    assert wrong(verdicts) == {}
     assert verdicts[PARITY].status == "passed"
     assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
 
@@ -356,8 +339,7 @@ def test_odd_buffers_are_recorded_compared_and_restored():
         return Subject(model, reference=Odd, batch=batch, loss=loss)
 
     verdicts = judged(loader)
-    wrong = {id: (found.status, found.reason) for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert wrong == {}
+    assert wrong(verdicts) == {}
     assert {verdicts[id].status for id in (PARITY, "buffers_equal_reference")} == {"passed"}
 
 
