@@ -307,6 +307,13 @@ def on_runs(evidence: Evidence, ranks: Iterable[int] | None, **facts: Any) -> Ev
     return replace(evidence, training=tuple(runs))
 
 
+def in_slices(evidence: Evidence, *indices: int) -> Evidence:
+    """Assign each rank to a data-parallel slice of the batch."""
+    size = len(set(indices))
+    runs = (replace(run, data_parallel=(i, size)) for run, i in zip(evidence.training or (), indices, strict=True))
+    return replace(evidence, training=tuple(runs))
+
+
 def remeasured(
     evidence: Evidence,
     name: str,
