@@ -50,13 +50,6 @@ ZEROS = (
 ODD_RANKS = "these ranks read the slice of another rank, or only the others received the weight"
 
 
-def reshaped(evidence, name, shape):
-    """Give a whole tensor another shape, also in the reference."""
-    regions = tuple(((0, size),) for size in shape)
-    evidence = change(evidence, name, shape=shape, local_shape=shape, regions=regions)
-    return change_reference(evidence, name, shape=shape)
-
-
 def shapes(problem: str, should_be: str) -> dict:
     """The facts of a comparison with a slice of another shape, which compares no elements."""
     return {"elements": 0, "differing": 0, "problem": problem, "should_be": should_be}
@@ -248,7 +241,9 @@ def test_two_swapped_tensors_are_recognised():
 
 def test_buffers_may_be_right_in_part_by_chance():
     # The first row of a cosine table is ones with any settings.
-    evidence = differ(reshaped(healthy(), ROTARY, (8, 4)), ROTARY, differing=1)
+    shape = (8, 4)
+    evidence = change(healthy(), ROTARY, shape=shape, local_shape=shape, regions=(((0, 8),), ((0, 4),)))
+    evidence = differ(change_reference(evidence, ROTARY, shape=shape), ROTARY, differing=1)
     assert [finding.cause for finding in verdict(BUFFERS, evidence).findings] == [
         "the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype"
     ]
@@ -448,11 +443,9 @@ def test_another_shape_and_other_values_are_two_findings():
 def test_only_a_cast_may_round_and_only_by_one_unit(dtype, rel, cast, status):
     evidence = differ(change(healthy(), MIDDLE, dtype=dtype), MIDDLE, cast=cast, max_rel=rel)
     assert verdict(PARAMS, evidence).status == status
-
-
-def test_a_cast_does_not_excuse_another_shape():
-    evidence = differ(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, cast=True, max_rel=0.0, problem="shape ()")
-    assert [finding.actual for finding in verdict(PARAMS, evidence).findings] == ["shape ()"]
+    # A cast does not excuse another shape.
+    odd = differ(evidence, MIDDLE, max_rel=0.0, problem="shape ()")
+    assert [finding.actual for finding in verdict(PARAMS, odd).findings] == ["shape ()"]
 
 
 @pytest.mark.parametrize(
@@ -488,15 +481,11 @@ def test_an_unstable_reference_is_an_error(facts, what):
 
 def test_an_unstable_tensor_does_not_hide_findings_of_others():
     found = verdict(PARAMS, with_reference(differ(healthy(), EMBEDDING), unstable=(MIDDLE,)))
-    assert found.status == "failed"
-    assert [finding.tensor for finding in found.findings] == [EMBEDDING]
+    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", [EMBEDDING])
     assert found.reason.startswith("the reference is not reproducible")
-
-
-def test_a_tensor_that_another_check_judges_may_be_unstable():
+    # A tensor that another check judges may be unstable.
     evidence = with_reference(healthy(), unstable=(ROTARY,))
-    assert verdict(PARAMS, evidence).status == "passed"
-    assert verdict(BUFFERS, evidence).status == "error"
+    assert (verdict(PARAMS, evidence).status, verdict(BUFFERS, evidence).status) == ("passed", "error")
 
 
 def test_a_checkpoint_has_no_non_persistent_buffers():
@@ -553,28 +542,6 @@ def test_a_part_whose_size_contradicts_its_adapter_is_not_blamed_on_the_verifier
     assert finding.remedy == "compare the start, ranges and shape of the Part with the part that the rank holds"
 
 
-def test_a_frozen_buffer_is_compared_with_the_verifier():
-    evidence = declare(healthy(), frozen={ROTARY: ROTARY})
-    taken = tuple(tuple(c for c in rank if c.name == ROTARY) for rank in evidence.values)
-    evidence = differ(replace(evidence, verifier=taken), ROTARY, observed="verifier")
-    assert [finding.tensor for finding in verdict(VERIFIER, evidence).findings] == [ROTARY]
-    assert verdict(BUFFERS, differ(evidence, ROTARY)).status == "passed"
-
-
-def test_a_frozen_weight_of_the_reference_that_is_not_declared_is_still_judged():
-    # The author declared another tensor, so only that one was compared with the verifier.
-    evidence = declare(healthy(), frozen={MIDDLE: MIDDLE})
-    taken = tuple(tuple(c for c in rank if c.name == MIDDLE) for rank in evidence.values)
-    evidence = differ(replace(evidence, verifier=taken), FROZEN)
-    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
-    assert verdict(VERIFIER, evidence).status == "passed"
-
-
-def test_frozen_weights_are_compared_with_the_reference_if_the_verifier_was_not_selected():
-    evidence = undeclared(differ(healthy(), FROZEN), "verifier", why="no selected check needs it")
-    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
-
-
 def test_a_declared_verifier_is_not_replaced_by_the_reference():
     evidence = declare(differ(healthy(), FROZEN), frozen={FROZEN: FROZEN})
     evidence = undeclared(evidence, "verifier", why="rank 0 was killed", error=True)
@@ -608,6 +575,28 @@ def test_a_vocabulary_of_five_in_a_world_of_four():
     )
 
 
-def test_a_weight_that_the_reference_trains_is_compared_with_its_slice():
-    evidence = differ(change_reference(healthy(), FROZEN, requires_grad=True), FROZEN)
-    assert [finding.tensor for finding in verdict(PARAMS, evidence).findings] == [FROZEN]
+def verified(evidence, name):
+    """Declare one frozen tensor, so that only this one was compared with the verifier."""
+    taken = tuple(tuple(c for c in rank if c.name == name) for rank in evidence.values)
+    return replace(declare(evidence, frozen={name: name}), verifier=taken)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        change_reference(healthy(), FROZEN, requires_grad=True),
+        undeclared(healthy(), "verifier", why="no selected check needs it"),
+        verified(healthy(), MIDDLE),
+    ],
+    ids=["the reference trains it", "verifier not selected", "another tensor is declared"],
+)
+def test_frozen_weights_that_are_compared_with_the_reference(evidence):
+    found = verdict(PARAMS, differ(evidence, FROZEN))
+    assert [finding.tensor for finding in found.findings] == [FROZEN]
+
+
+def test_declared_tensors_are_compared_with_the_verifier():
+    assert verdict(VERIFIER, differ(verified(healthy(), MIDDLE), FROZEN)).status == "passed"
+    evidence = differ(verified(healthy(), ROTARY), ROTARY, observed="verifier")
+    assert [finding.tensor for finding in verdict(VERIFIER, evidence).findings] == [ROTARY]
+    assert verdict(BUFFERS, differ(evidence, ROTARY)).status == "passed"
