@@ -28,6 +28,7 @@ from tests.checks.evidence_factory import (
     from_checkpoint,
     healthy,
     left_out,
+    on_some,
     rename,
     undeclared,
     verdict,
@@ -46,8 +47,7 @@ NUMBERS = "12 of 24 elements differ, first at [3, 0]: 1, but should be 2"
 
 def again(evidence: Evidence, observed: str, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Evidence:
     """Change facts of an observation on these ranks."""
-    records = getattr(evidence, observed)
-    changed = tuple(replace(record, **facts) if rank in ranks else record for rank, record in enumerate(records))
+    changed = on_some(getattr(evidence, observed), ranks, lambda record: replace(record, **facts))
     return replace(evidence, **{observed: changed})
 
 

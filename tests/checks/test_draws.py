@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.drawn.judge import Measured, can_tell, fans_of, limit, wrong_fan
-from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence, RankDraws
 from tests.checks.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -19,6 +19,7 @@ from tests.checks.evidence_factory import (
     drew,
     findings_of,
     healthy,
+    on_some,
     parameter,
     place,
     spread,
@@ -33,12 +34,11 @@ SAME = ("the same numbers in different parts", "other numbers in each part", "")
 
 def redraw(evidence: Evidence, name: str, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
     """Change facts of what these ranks drew (default: all); ``own`` and ``reference`` replace a spread."""
-    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    draws = tuple(
-        replace(held, draws=tuple(replace(d, **facts) if d.name == name and rank in chosen else d for d in held.draws))
-        for rank, held in enumerate(evidence.draws or ())
-    )
-    return replace(evidence, draws=draws)
+
+    def edit(held: RankDraws) -> RankDraws:
+        return replace(held, draws=tuple(replace(d, **facts) if d.name == name else d for d in held.draws))
+
+    return replace(evidence, draws=on_some(evidence.draws, ranks, edit))
 
 
 def one_seed(evidence: Evidence, name: str = MIDDLE, ranks: Iterable[int] | None = None) -> Evidence:
