@@ -69,17 +69,14 @@ def cause_of(evidence: Evidence) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remedy"),
+    ("dim", "remedy"),
     [
-        (
-            {"dp_shard": 2},
-            "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor)",
-        ),
-        ({"ep": 2}, "divide the gradients of experts by the number of all data-parallel ranks"),
+        ("dp_shard", "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor)"),
+        ("ep", "divide the gradients of experts by the number of all data-parallel ranks"),
     ],
 )
-def test_experts_need_another_divide_factor_than_fsdp2s_default(mesh, remedy):
-    evidence = remeasured(place(healthy(2), MIDDLE, mesh, "S(0)"), MIDDLE, 2.0)
+def test_experts_need_another_divide_factor_than_fsdp2s_default(dim, remedy):
+    evidence = remeasured(place(healthy(2), MIDDLE, {dim: 2}, "S(0)"), MIDDLE, 2.0)
     (finding,) = verdict(PARITY, evidence).findings
     assert finding.cause.startswith("summed instead of averaged")
     assert finding.remedy.startswith(remedy)
@@ -195,17 +192,15 @@ def test_later_losses_are_left_to_the_gradients():
     )
 
 
-def test_wrong_parameters_explain_wrong_gradients():
-    found = verdict(PARITY, remeasured(differ(healthy(), EMBEDDING), MIDDLE, 2.0))
+def test_what_explains_wrong_gradients():
+    wrong = remeasured(healthy(), MIDDLE, 2.0)
+    found = verdict(PARITY, differ(wrong, EMBEDDING))
     assert (found.status, found.reason) == (
         "skipped",
         f"the gradients differ ({MIDDLE}: gradient is 2 times the reference's), which the findings of "
         "params_equal_reference explain; fix those first",
     )
-
-
-def test_a_reference_that_differs_each_time_it_is_built():
-    found = verdict(PARITY, with_reference(remeasured(healthy(), MIDDLE, 2.0), unstable=(MIDDLE,)))
+    found = verdict(PARITY, with_reference(wrong, unstable=(MIDDLE,)))
     assert (found.status, "the reference is not reproducible" in found.reason) == ("error", True)
 
 
@@ -318,16 +313,13 @@ def test_the_detail_of_an_unreduced_gradient(evidence, ranks, detail):
     )
 
 
-def test_shards_may_have_different_gradients():
-    evidence = apart(apart(healthy(2), MIDDLE, 0.75, 0.25), MIDDLE, 0.75, 0.25, observed="parameters")
-    assert verdict(PARITY, evidence).status == "passed"
-
-
-def test_ranks_of_one_slice_may_hold_partial_sums():
-    evidence = ignored(0.75, 0.25, 0.75, 0.25, world=4)
-    assert verdict(PARITY, in_slices(evidence, 0, 0, 1, 1)).status == "passed"
-    assert verdict(PARITY, in_slices(evidence, 0, 0, 0, 0)).status == "passed"
-    assert [finding.ranks for finding in verdict(PARITY, in_slices(evidence, 0, 1, 0, 1)).findings] == [(0, 1, 2, 3)]
+def test_shards_and_partial_sums_may_have_different_gradients():
+    shards = apart(apart(healthy(2), MIDDLE, 0.75, 0.25), MIDDLE, 0.75, 0.25, observed="parameters")
+    assert verdict(PARITY, shards).status == "passed"
+    sums = ignored(0.75, 0.25, 0.75, 0.25, world=4)
+    assert verdict(PARITY, in_slices(sums, 0, 0, 1, 1)).status == "passed"
+    assert verdict(PARITY, in_slices(sums, 0, 0, 0, 0)).status == "passed"
+    assert [finding.ranks for finding in verdict(PARITY, in_slices(sums, 0, 1, 0, 1)).findings] == [(0, 1, 2, 3)]
 
 
 def test_unreduced_gradients_explain_later_losses_but_not_the_first():
@@ -373,16 +365,13 @@ def test_norms(norms, findings, cause):
     assert all(finding.cause.startswith(cause) for finding in found.findings)
 
 
-def test_gradients_whose_norm_torch_cannot_compute():
+def test_a_norm_that_torch_cannot_compute_or_that_gradients_explain():
     found = verdict(NORM, on_runs(healthy(), None, norm=None, norm_problem="RuntimeError: mixed"))
     assert (found.status, found.reason) == (
         "skipped",
         "torch cannot compute the norm of these gradients (RuntimeError: mixed); declare "
         "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one",
     )
-
-
-def test_gradients_that_differ_explain_their_norm():
     found = verdict(NORM, on_runs(remeasured(healthy(), MIDDLE, 2.0), None, norm=6.0))
     assert found.status == "skipped"
     assert found.reason.endswith("which the findings of grad_parity explain; fix those first")
