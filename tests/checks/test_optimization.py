@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts
+from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts, RankTraining
 from tests.checks.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -21,6 +21,7 @@ from tests.checks.evidence_factory import (
     findings_of,
     healthy,
     on_runs,
+    on_some,
     place,
     remeasured,
     undeclared,
@@ -41,12 +42,12 @@ ALONE = "Subject(reference=...) is not declared"
 
 def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
     """Change the facts of one tensor after the steps."""
-    chosen = range(len(evidence.training)) if ranks is None else set(ranks)
-    runs = []
-    for rank, run in enumerate(evidence.training):
-        tensors = (replace(t, **facts) if t.name == name and rank in chosen else t for t in run.after.tensors)
-        runs.append(replace(run, after=replace(run.after, tensors=tuple(tensors))))
-    return replace(evidence, training=tuple(runs))
+
+    def edit(run: RankTraining) -> RankTraining:
+        tensors = tuple(replace(t, **facts) if t.name == name else t for t in run.after.tensors)
+        return replace(run, after=replace(run.after, tensors=tensors))
+
+    return replace(evidence, training=on_some(evidence.training, ranks, edit))
 
 
 def held(evidence: Evidence, ranks=None, others: tuple[tuple[str, bool], ...] = (), **counts: int) -> Evidence:
@@ -104,10 +105,10 @@ def test_a_built_optimizer_is_judged_without_training():
     assert verdict(OWNS, untrained(healthy(), usual)).status == "passed"
     found = verdict(OWNS, untrained(healthy(), replace(usual, held=usual.held | {MIDDLE: 0})))
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
-    found = verdict(OWNS, untrained(healthy(), None))
-    assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
-    failed = undeclared(untrained(healthy(), None), "training", why="rank 1 raised ValueError: no step", error=True)
-    found = verdict(OWNS, failed)
+    unknown = untrained(healthy(), None)
+    reason = "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    assert verdict(OWNS, unknown).reason == reason
+    found = verdict(OWNS, undeclared(unknown, "training", why="rank 1 raised ValueError: no step", error=True))
     assert (found.status, found.reason) == (
         "skipped",
         "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded (rank 1 raised "
@@ -116,11 +117,9 @@ def test_a_built_optimizer_is_judged_without_training():
 
 
 def test_the_default_optimizer_is_not_judged():
-    found = verdict(OWNS, declare(replace(healthy(), subject=replace(healthy().subject, declared=frozenset()))))
-    assert (found.status, found.reason) == (
-        "skipped",
-        "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters",
-    )
+    found = verdict(OWNS, declare(healthy(), declared=frozenset()))
+    reason = "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters"
+    assert (found.status, found.reason) == ("skipped", reason)
 
 
 def test_frozen_and_repeated_parameters_in_the_groups():

@@ -159,10 +159,8 @@ def test_a_wrong_norm_explains_clipped_gradients():
 def test_clipping_that_was_not_recorded():
     """As in evidence of an older version, or if nothing is trainable."""
     found = verdict(CLIP, on_runs(clipped(healthy()), None, clipped=None))
-    assert (found.status, found.reason) == (
-        "skipped",
-        "nothing was clipped: nothing is trainable, or clipping was not recorded",
-    )
+    reason = "nothing was clipped: nothing is trainable, or clipping was not recorded"
+    assert (found.status, found.reason) == ("skipped", reason)
     assert verdict(CLIP, on_runs(clipped(healthy()), None, clipped=Clipping(1.5))).status == "passed"
 
 
@@ -181,27 +179,15 @@ def by_own_function(norms: float, factor: float, half: float = 2.0, **facts: Any
 
 
 def test_the_own_function_of_the_reference_is_expected():
-    right = by_own_function(2.0, 1.0)
-    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
-    wrong = by_own_function(2.0, 0.5)
-    assert findings_of(verdict(CLIP, wrong)) == [
-        (
-            MIDDLE,
-            (0, 1),
-            "clipped gradient is 1/2 times the reference's",
-            "as the same function leaves it on one device, within 0.0002",
-            "",
-        )
-    ]
+    # What torch leaves is right as well: on one device a function may miss what it counts ranks for.
+    for right in (by_own_function(2.0, 1.0), by_own_function(3.0, 0.5, half=1.0)):
+        assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+    actual = "clipped gradient is 1/2 times the reference's"
+    expected = "as the same function leaves it on one device, within 0.0002"
+    assert findings_of(verdict(CLIP, by_own_function(2.0, 0.5))) == [(MIDDLE, (0, 1), actual, expected, "")]
     assert [f.expected for f in verdict(NORM, by_own_function(1.0, 1.0)).findings] == [
         "2 within 0.0001, as the same function returns on one device"
     ]
-
-
-def test_what_torch_leaves_is_right_as_well():
-    """On one device a function may miss what it counts ranks for."""
-    right = by_own_function(3.0, 0.5, half=1.0)
-    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
 
 
 def test_the_noise_of_the_own_norm_counts():
@@ -244,10 +230,8 @@ def test_gradients_that_a_bound_above_the_norm_changes(factor, apart, size, caus
     actual = f"gradient {size} after clipping to a bound above the norm"
     assert (found.tensor, found.ranks, found.actual, found.expected) == (MIDDLE, (1,), actual, "unchanged")
     assert found.cause.startswith(cause)
-
-
-def test_a_wrong_norm_explains_no_change_above_it():
-    assert [f.expected for f in verdict(CLIP, above(2.0, norm=2.0)).findings] == ["unchanged"]
+    # A wrong norm does not explain it.
+    assert [f.expected for f in verdict(CLIP, above(factor, apart, norm=2.0)).findings] == ["unchanged"]
 
 
 # Noise.
