@@ -405,10 +405,12 @@ def test_tensors_that_already_failed_are_not_judged_again(evidence, by, name):
         assert (found.status, found.reason) == ("skipped", left_out(by, name))
 
 
-def test_a_rank_outside_the_mesh_has_placements_too():
-    evidence = healthy(4)
-    outside = replace(evidence.inventory[3].by_name[MIDDLE].mesh, coordinate=None)
-    assert verdict(PLACEMENTS, change(evidence, MIDDLE, [3], mesh=outside)).status == "passed"
+def test_ranks_on_a_mesh_with_other_names_or_outside_it():
+    found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
+    expected = "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3"
+    assert findings_of(found) == [(MIDDLE, (1,), "S(0) on mesh fsdp=4", expected, "")]
+    assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
+    assert verdict(PLACEMENTS, moved(healthy(4), [3], coordinate=None)).status == "passed"
 
 
 def moved(evidence, ranks, name=MIDDLE, **facts):
@@ -438,14 +440,6 @@ def test_ranks_that_shard_on_different_dims(ranks, finding):
     assert findings_of(found) == [(MIDDLE, *finding, "")]
     assert (found.findings[0].cause, found.findings[0].remedy) == BRANCHES
     assert verdict(PLACEMENTS, moved(healthy(4), range(4), placements=("S(1)",))).status == "passed"
-
-
-def test_ranks_on_a_mesh_with_other_names():
-    found = verdict(PLACEMENTS, moved(healthy(4), [1], dims=("fsdp",)))
-    assert findings_of(found) == [
-        (MIDDLE, (1,), "S(0) on mesh fsdp=4", "S(0) on mesh dp_shard=4, as on ranks 0, 2, 3", "")
-    ]
-    assert verdict(PLACEMENTS, moved(healthy(4), range(4), dims=("fsdp",))).status == "passed"
 
 
 def test_a_parameter_declared_whole_has_the_same_placements_on_every_rank():

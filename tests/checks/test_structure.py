@@ -22,7 +22,6 @@ from tests.checks.evidence_factory import (
     differ,
     drop,
     drop_reference,
-    empty,
     findings_of,
     from_checkpoint,
     healthy,
@@ -89,19 +88,14 @@ def test_ranks_with_different_values_are_separate_findings():
 
 
 def test_another_order_is_one_finding_for_all_its_ranks():
-    evidence = on_ranks(healthy(4), [0], lambda rank: tuple(reversed(rank.tensors)))
-    assert findings_of(verdict(MANIFEST, evidence)) == [
-        (
-            *(None, (0,), "parameters and buffers in a different order", "in the order of ranks 1-3"),
-            f"first difference: {COUNTER} in place of {EMBEDDING}",
-        )
-    ]
-    evidence = on_ranks(healthy(8), [1, 5], lambda rank: tuple(reversed(rank.tensors)))
+    evidence = on_ranks(healthy(4), [0], lambda rank: rank.tensors[::-1])
+    actual, expected = "parameters and buffers in a different order", "in the order of ranks 1-3"
+    detail = f"first difference: {COUNTER} in place of {EMBEDDING}"
+    assert findings_of(verdict(MANIFEST, evidence)) == [(None, (0,), actual, expected, detail)]
+    evidence = on_ranks(healthy(8), [1, 5], lambda rank: rank.tensors[::-1])
     assert [finding.ranks for finding in verdict(MANIFEST, evidence).findings] == [(1, 5)]
-
-
-def test_the_order_is_not_judged_if_names_are_missing():
-    evidence = on_ranks(healthy(4), [1], lambda rank: tuple(reversed(rank.tensors[1:])))
+    # The order is not judged if names are missing.
+    evidence = on_ranks(healthy(4), [1], lambda rank: rank.tensors[:0:-1])
     assert [finding.tensor for finding in verdict(MANIFEST, evidence).findings] == [EMBEDDING]
 
 
@@ -297,23 +291,18 @@ def test_another_requires_grad(name, now, actual, expected, remedy):
     assert found.findings[0].remedy == remedy
 
 
-def test_a_parameter_declared_frozen_is_frozen_in_the_recorded_reference():
-    # checks/training/observe/reference.py freezes it there; tests/trial/test_trial.py tests both together.
-    evidence = change_reference(declare(healthy(), frozen={MIDDLE: MIDDLE}), MIDDLE, requires_grad=False)
-    assert findings_of(verdict(TRAINABLE, evidence)) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
-    assert verdict(TRAINABLE, change(evidence, MIDDLE, requires_grad=False)).status == "passed"
-
-
 @pytest.mark.parametrize(
     "evidence",
     [
+        # checks/training/observe/reference.py freezes it there; tests/trial/test_trial.py tests both together.
+        change_reference(healthy(), MIDDLE, requires_grad=False),
         undeclared(healthy(), "reference", "values", "training", why="not declared"),
         undeclared(healthy(), "reference", "values", "training", why="rank 0 was killed", error=True),
         from_checkpoint(healthy()),
     ],
-    ids=["no reference", "a reference that failed", "a checkpoint"],
+    ids=["the recorded reference", "no reference", "a reference that failed", "a checkpoint"],
 )
-def test_a_parameter_declared_frozen_is_judged_without_a_usable_reference(evidence):
+def test_a_parameter_that_is_declared_frozen(evidence):
     evidence = declare(evidence, frozen={MIDDLE: MIDDLE})
     found = verdict(TRAINABLE, evidence)
     assert findings_of(found) == [(MIDDLE, (0, 1), "trainable", "frozen, as declared", "")]
@@ -380,14 +369,6 @@ def kept(evidence, *names, key="_fsdp_no_shard", value="True"):
     return evidence
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_attributes_that_were_kept(world):
-    evidence = kept(healthy(world), MIDDLE)
-    assert verdict(ATTRIBUTES, change(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"})).status == "passed"
-    assert verdict(ATTRIBUTES, healthy(world)).reason == "Subject(kept_attributes=...) is not declared"
-    assert verdict(ATTRIBUTES, kept(empty(world))).status == "skipped"
-
-
 @pytest.mark.parametrize(
     ("ranks", "attributes", "actual"),
     [
@@ -398,10 +379,10 @@ def test_attributes_that_were_kept(world):
 )
 def test_attributes_that_were_lost(ranks, attributes, actual):
     evidence = change(kept(healthy(), MIDDLE), MIDDLE, attributes={"_fsdp_no_shard": "True"})
+    assert verdict(ATTRIBUTES, evidence).status == "passed"
     found = verdict(ATTRIBUTES, change(evidence, MIDDLE, ranks, attributes=attributes))
-    assert findings_of(found) == [
-        (MIDDLE, tuple(ranks or (0, 1)), actual, "_fsdp_no_shard=True, as in the reference", "")
-    ]
+    expected = "_fsdp_no_shard=True, as in the reference"
+    assert findings_of(found) == [(MIDDLE, tuple(ranks or (0, 1)), actual, expected, "")]
 
 
 def test_an_attribute_that_the_reference_lacks():
