@@ -51,7 +51,6 @@ BUFFERS: dict[str, tuple[int, ...]] = {ROTARY: (2,), COUNTER: ()}
 LOSSES = (2.0, 1.5, 1.25)
 KEPT = 2**20
 """The bytes that the reference keeps for the backward."""
-EVERYTHING = ("inventory", "reference", "values", "verifier", "training")
 
 
 def parameter(
@@ -238,31 +237,36 @@ def drawn(mesh: Mapping[str, int], place: Sequence[int]) -> RankTrainingMode:
     return RankTrainingMode((index, slices), (draw,))
 
 
+def on_some(records: Iterable[Any] | None, ranks: Iterable[int] | None, edit: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Edit the records of these ranks, or all."""
+    chosen = None if ranks is None else set(ranks)
+    return tuple(
+        edit(record) if chosen is None or rank in chosen else record for rank, record in enumerate(records or ())
+    )
+
+
 def redrawn(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
     """Change facts of the draws on these ranks, or on all."""
-    chosen = range(len(evidence.training_mode or ())) if ranks is None else set(ranks)
-    steps = (
-        replace(step, draws=tuple(replace(draw, **facts) for draw in step.draws)) if rank in chosen else step
-        for rank, step in enumerate(evidence.training_mode or ())
-    )
-    return replace(evidence, training_mode=tuple(steps))
+
+    def redraw(step: RankTrainingMode) -> RankTrainingMode:
+        return replace(step, draws=tuple(replace(draw, **facts) for draw in step.draws))
+
+    return replace(evidence, training_mode=on_some(evidence.training_mode, ranks, redraw))
 
 
 def with_random_state(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
     """Declare save(), and let it and resume() keep each rank's random state, except for these facts after resuming."""
-    size = len(evidence.continued or ())
-    chosen = range(size) if ranks is None else set(ranks)
-    saved = [RandomState(f"state of rank {rank}", f"state of rank {rank}", seed=rank) for rank in range(size)]
+    saved = [
+        RandomState(f"state of rank {rank}", f"state of rank {rank}", seed=rank)
+        for rank in range(len(evidence.continued or ()))
+    ]
     loaded = [replace(state, before=f"loaded on rank {state.seed}") for state in saved]
-    loaded = [replace(state, **facts) if rank in chosen else state for rank, state in enumerate(loaded)]
-    return replace(
-        evidence,
-        subject=replace(evidence.subject, declared=evidence.subject.declared | {"save"}),
-        continued=tuple(
-            replace(r, generators={"cpu": s}) for r, s in zip(evidence.continued or (), saved, strict=True)
-        ),
-        resumed=tuple(replace(r, generators={"cpu": s}) for r, s in zip(evidence.resumed or (), loaded, strict=True)),
-    )
+    loaded = list(on_some(loaded, ranks, lambda state: replace(state, **facts)))
+    observed = {
+        name: tuple(replace(r, generators={"cpu": s}) for r, s in zip(getattr(evidence, name), states, strict=True))
+        for name, states in (("continued", saved), ("resumed", loaded))
+    }
+    return replace(declare(evidence, declared=evidence.subject.declared | {"save"}), **observed)
 
 
 def counted(
@@ -302,8 +306,13 @@ def stepped(rank: RankInventory) -> RankInventory:
 
 def on_runs(evidence: Evidence, ranks: Iterable[int] | None, **facts: Any) -> Evidence:
     """Change facts of the training on these ranks, or on all."""
-    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
-    runs = (replace(run, **facts) if rank in chosen else run for rank, run in enumerate(evidence.training or ()))
+    return replace(evidence, training=on_some(evidence.training, ranks, lambda run: replace(run, **facts)))
+
+
+def in_slices(evidence: Evidence, *indices: int) -> Evidence:
+    """Assign each rank to a data-parallel slice of the batch."""
+    size = len(set(indices))
+    runs = (replace(run, data_parallel=(i, size)) for run, i in zip(evidence.training or (), indices, strict=True))
     return replace(evidence, training=tuple(runs))
 
 
@@ -316,16 +325,16 @@ def remeasured(
     observed: str = "gradients",
 ) -> Evidence:
     """Make a gradient or update ``factor`` times the reference's plus an orthogonal difference of norm ``apart``."""
-    chosen = range(len(evidence.training or ())) if ranks is None else set(ranks)
-    runs = []
-    for rank, run in enumerate(evidence.training or ()):
-        off = {"equal": False, "differing": 1, "index": (0, 0), "expected": 0.5, "actual": 0.75}
-        seen = tuple(
-            replace(c, **off, measure=measured(c.elements, factor, apart)) if c.name == name and rank in chosen else c
+    off = {"equal": False, "differing": 1, "index": (0, 0), "expected": 0.5, "actual": 0.75}
+
+    def edit(run: RankTraining) -> RankTraining:
+        seen = (
+            replace(c, **off, measure=measured(c.elements, factor, apart)) if c.name == name else c
             for c in getattr(run, observed)
         )
-        runs.append(replace(run, **{observed: seen}))
-    return replace(evidence, training=tuple(runs))
+        return replace(run, **{observed: tuple(seen)})
+
+    return replace(evidence, training=on_some(evidence.training, ranks, edit))
 
 
 def clipped(
@@ -443,8 +452,8 @@ def spread(key: str, deviation: float = 1.0, elements: int = 4096, **facts: Any)
 
 def on_ranks(evidence: Evidence, ranks: Iterable[int] | None, edit: Callable[[RankInventory], tuple[TensorFacts, ...]]):
     """Replace the tensors of these ranks (default: all) by those that ``edit`` returns."""
-    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    inventory = (replace(r, tensors=edit(r)) if r.rank in chosen else r for r in evidence.inventory)
+    chosen = None if ranks is None else set(ranks)
+    inventory = (replace(r, tensors=edit(r)) if chosen is None or r.rank in chosen else r for r in evidence.inventory)
     return replace(evidence, inventory=tuple(inventory))
 
 
@@ -521,21 +530,12 @@ def differ(
     evidence: Evidence, name: str, ranks: Iterable[int] | None = None, observed: str = "values", **facts: Any
 ) -> Evidence:
     """Let a tensor differ from the reference on these ranks; by default, one element by 0.5."""
-    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    changes = {
-        "differing": 1,
-        "max_abs": 0.5,
-        "max_rel": 0.25,
-        "index": (0, 0),
-        "expected": 2.0,
-        "actual": 2.5,
-        **facts,
-    }
-    taken = tuple(
-        tuple(replace(c, equal=False, **changes) if c.name == name and rank in chosen else c for c in comparisons)
-        for rank, comparisons in enumerate(getattr(evidence, observed))
-    )
-    return replace(evidence, **{observed: taken})
+    usual = {"differing": 1, "max_abs": 0.5, "max_rel": 0.25, "index": (0, 0), "expected": 2.0, "actual": 2.5}
+
+    def edit(comparisons: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
+        return tuple(replace(c, equal=False, **{**usual, **facts}) if c.name == name else c for c in comparisons)
+
+    return replace(evidence, **{observed: on_some(getattr(evidence, observed), ranks, edit)})
 
 
 def declare(evidence: Evidence, **fields: Any) -> Evidence:

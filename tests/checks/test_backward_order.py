@@ -65,27 +65,23 @@ def test_the_smallest_module_with_both_is_described():
     }
 
 
-def test_nothing_is_said_where_every_gradient_departs():
-    assert origins(evidence_of(*FORWARD)) == {""}
+K, ODD = "layers.0.attn.k.weight", "layers.0.attn.{q,v,o} agree, layers.0.attn.k does not"
+ALONE = healthy(1, parameters=dict.fromkeys(FORWARD, (4, 4)))
+ZERO = dict.fromkeys(FORWARD, 1.0) | {"layers.0.attn.o.weight": 0.0}
 
 
-def test_a_gradient_of_zeros_agrees_with_nothing():
-    evidence = evidence_of("layers.1.attn.k.weight")
-    gradients = dict.fromkeys(FORWARD, 1.0) | {"layers.1.attn.o.weight": 0.0}
-    assert origins(with_reference(evidence, gradients=gradients)) == {
-        "layers.1.attn.{q,v} agree, layers.1.attn.k does not"
-    }
-
-
-def test_one_odd_rank_departs():
-    evidence = remeasured(evidence_of(), "layers.0.attn.k.weight", apart=math.inf, ranks=[1])
-    assert origins(evidence) == {"layers.0.attn.{q,v,o} agree, layers.0.attn.k does not"}
-
-
-def test_a_world_of_one_rank():
-    evidence = healthy(1, parameters=dict.fromkeys(FORWARD, (4, 4)))
-    evidence = with_reference(remeasured(evidence, "layers.0.attn.k.weight", apart=1.0), used=FORWARD)
-    assert origins(evidence) == {"layers.0.attn.{q,v,o} agree, layers.0.attn.k does not"}
+@pytest.mark.parametrize(
+    ("evidence", "origin"),
+    [
+        (evidence_of(*FORWARD), ""),
+        (with_reference(evidence_of(K), gradients=ZERO), "layers.0.attn.{q,v} agree, layers.0.attn.k does not"),
+        (remeasured(evidence_of(), K, apart=math.inf, ranks=[1]), ODD),
+        (with_reference(remeasured(ALONE, K, apart=1.0), used=FORWARD), ODD),
+    ],
+    ids=["every gradient departs", "zeros agree with nothing", "one odd rank", "a world of one"],
+)
+def test_the_boundary_of_gradients_that_depart(evidence, origin):
+    assert origins(evidence) == {origin}
 
 
 def test_right_gradients_have_no_boundary():

@@ -18,6 +18,11 @@ ONCE = "each row once"
 OTHER_ROWS = "the epoch of a single rank has other rows (packed, padded, drawn or augmented otherwise)"
 NEXT = "the batches that follow the checkpoint"
 BOTH = "both have data-parallel index"
+AS_RANK_0 = ("the rows of rank 0 in their order", f"{BOTH} 0 of 2")
+BUILT = "missing rows were not looked for: data is a loader that was built"
+REPEATING = "rows repeat in the part of a single rank as well, so repeated rows are not judged"
+ON_EACH = [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")]
+FROM_THE_BEGINNING = "the epoch from its beginning after resuming"
 TP = {"dp_shard": 2, "tp": 2}
 
 
@@ -83,49 +88,29 @@ def test_right_batches_pass(name):
 
 
 IN_PART = {
-    "a loader that was built": (
-        epoch("AB CD", "EF GH", alone=None),
-        "missing rows were not looked for: data is a loader that was built",
-    ),
-    "a loader that was built, and fills up": (
-        epoch("AC EA", "BD FB", alone=None),
-        "missing rows were not looked for: data is a loader that was built",
-    ),
+    "a loader that was built": (epoch("AB CD", "EF GH", alone=None), BUILT),
+    "a loader that was built, and fills up": (epoch("AC EA", "BD FB", alone=None), BUILT),
     "a function that holds the rank": (
         epoch("AB CD", "EF GH", alone="AB CD"),
         "missing rows were not looked for: in a world of one rank, data() returns the part of rank 0; let it ask for "
         "the rank when it runs",
     ),
     "random rows": (epoch("AB CD", "EF GH", alone="IJ KL MN OP"), f"missing rows were not looked for: {OTHER_ROWS}"),
-    "rows drawn with replacement": (
-        epoch("AA BC", "AD DE", alone="AB BD CC EA"),
-        "rows repeat in the part of a single rank as well, so repeated rows are not judged",
-    ),
-    "rows that may repeat by themselves": (
-        epoch("AA BC", "AD EE", alone=None),
-        "rows repeat in the part of a single rank as well, so repeated rows are not judged; missing rows were not "
-        "looked for: data is a loader that was built",
-    ),
+    "rows drawn with replacement": (epoch("AA BC", "AD DE", alone="AB BD CC EA"), REPEATING),
+    "rows that may repeat by themselves": (epoch("AA BC", "AD EE", alone=None), f"{REPEATING}; {BUILT}"),
     "one batch each": (
         epoch("ABC", "ABC", alone="ABC"),
         "an epoch of one batch is too short to distinguish repeated rows from padding",
     ),
-    "without an end": (
-        epoch("AB CD AB CD", "EF GH EF GH", alone=None, ended=False),
-        "missing rows were not looked for: data is a loader that was built",
-    ),
+    "without an end": (epoch("AB CD AB CD", "EF GH EF GH", alone=None, ended=False), BUILT),
     "without an end on a single rank": (
         endless_alone(epoch("AB CD", "EF GH")),
         "missing rows were not looked for: the epoch of a single rank has more batches than are read",
     ),
-    "another split in each epoch": (
-        epoch("AB CD IJ KL EF GA", "EF GH MN OP AB DC", alone=None, ended=False),
-        "missing rows were not looked for: data is a loader that was built",
-    ),
+    "another split in each epoch": (epoch("AB CD IJ KL EF GA", "EF GH MN OP AB DC", alone=None, ended=False), BUILT),
     "parts of split sequences": (
         on_tp("AB CD", "ab cd", "EF GH", "ef gh", mesh={"dp_shard": 2, "cp": 2}),
-        "the ranks of one data-parallel index see different rows, maybe parts of split sequences; missing rows were "
-        "not looked for: data is a loader that was built",
+        f"the ranks of one data-parallel index see different rows, maybe parts of split sequences; {BUILT}",
     ),
 }
 
@@ -139,19 +124,11 @@ def test_what_cannot_be_known_is_not_green(name):
 
 
 WRONG = {
-    "the same on all": (
-        epoch("AB CD", "AB CD", alone="AB CD"),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
-        "nothing splits the data",
-    ),
-    "the same on all, in another order": (
-        epoch("AB CD", "DC AB", alone=None),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
-        "nothing splits the data",
-    ),
+    "the same on all": (epoch("AB CD", "AB CD", alone="AB CD"), ON_EACH, "nothing splits the data"),
+    "the same on all, in another order": (epoch("AB CD", "DC AB", alone=None), ON_EACH, "nothing splits the data"),
     "the same on all, without an end": (
         epoch("AB CD EF AB CD EF", "AB CD EF AB CD EF", alone=None, ended=False),
-        [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")],
+        ON_EACH,
         "nothing splits the data",
     ),
     "the same on some": (
@@ -200,48 +177,24 @@ WRONG = {
     "other rows along tp": (
         on_tp("AB CD", "EF GH", "IJ KL", "MN OP"),
         [
-            ("data", (1,), "other rows than rank 0", "the rows of rank 0 in their order", f"{BOTH} 0 of 2"),
+            ("data", (1,), "other rows than rank 0", *AS_RANK_0),
             ("data", (3,), "other rows than rank 2", "the rows of rank 2 in their order", f"{BOTH} 1 of 2"),
         ],
         "the data is split over all ranks",
     ),
     "another order along tp": (
         on_tp("AB CD", "CD AB", "EF GH", "EF GH"),
-        [
-            (
-                "data",
-                (1,),
-                "the rows of rank 0 in another order",
-                "the rows of rank 0 in their order",
-                f"{BOTH} 0 of 2",
-            )
-        ],
+        [("data", (1,), "the rows of rank 0 in another order", *AS_RANK_0)],
         "each rank shuffles or augments with its own seed",
     ),
     "another order along cp": (
         on_tp("AB CD", "CD AB", "EF GH", "EF GH", mesh={"dp_shard": 2, "cp": 2}),
-        [
-            (
-                "data",
-                (1,),
-                "the rows of rank 0 in another order",
-                "the rows of rank 0 in their order",
-                f"{BOTH} 0 of 2",
-            )
-        ],
+        [("data", (1,), "the rows of rank 0 in another order", *AS_RANK_0)],
         "each rank shuffles or augments with its own seed",
     ),
     "fewer batches along tp": (
         on_tp("AB CD", "AB", "EF GH", "EF GH"),
-        [
-            (
-                "data",
-                (1,),
-                "1 batch instead of 2 batches as on rank 0",
-                "the rows of rank 0 in their order",
-                f"{BOTH} 0 of 2",
-            )
-        ],
+        [("data", (1,), "1 batch instead of 2 batches as on rank 0", *AS_RANK_0)],
         "the data is split over all ranks",
     ),
 }
@@ -252,15 +205,18 @@ def test_wrong_batches_are_found_with_their_cause(name):
     assert_found(FOLLOW, *WRONG[name])
 
 
-def test_data_without_batches_is_an_error():
-    found = verdict(FOLLOW, epoch("", "", alone=None))
-    assert found.status == "error"
-    assert found.reason == "Subject(data=...): it has no batches, but should have some on every rank"
-
-
-def test_a_single_rank_sees_everything():
-    found = verdict(FOLLOW, epoch("AB CD", alone=None))
-    assert (found.status, found.reason) == ("skipped", "a single rank sees all rows")
+@pytest.mark.parametrize(
+    ("evidence", "status", "reason"),
+    [
+        (
+            *(epoch("", "", alone=None), "error"),
+            "Subject(data=...): it has no batches, but should have some on every rank",
+        ),
+        (epoch("AB CD", alone=None), "skipped", "a single rank sees all rows"),
+    ],
+)
+def test_data_that_is_not_judged(evidence, status, reason):
+    assert (verdict(FOLLOW, evidence).status, verdict(FOLLOW, evidence).reason) == (status, reason)
 
 
 def test_a_dimension_of_the_models_own_mesh_may_split_sequences():
@@ -286,12 +242,12 @@ def resumed(*by_rank: str, size: int = 2, epochs: Sequence[str] = ("AB CD EF", "
 RESUMED = {
     "from the beginning": (
         resumed("AB CD EF", "GH IJ KL"),
-        [("data", (0, 1), "the epoch from its beginning after resuming", NEXT, "")],
+        [("data", (0, 1), FROM_THE_BEGINNING, NEXT, "")],
         "the position is not saved or not loaded",
     ),
     "from the beginning on one rank": (
         resumed("CD EF", "GH IJ KL"),
-        [("data", (1,), "the epoch from its beginning after resuming", NEXT, "")],
+        [("data", (1,), FROM_THE_BEGINNING, NEXT, "")],
         "this rank loads the state of another one, or none",
     ),
     "a batch skipped": (
@@ -311,15 +267,7 @@ RESUMED = {
     ),
     "other rows": (
         resumed("AC EG", "IJ KL"),
-        [
-            (
-                "data",
-                (0,),
-                "other rows after resuming",
-                NEXT,
-                "1 row seen again, 2 rows of those that follow missing",
-            )
-        ],
+        [("data", (0,), "other rows after resuming", NEXT, "1 row seen again, 2 rows of those that follow missing")],
         "the order is drawn again",
     ),
     "nothing": (
@@ -339,7 +287,7 @@ RESUMED = {
     ),
     "from the beginning, without an end": (
         resumed("AB CD EF", "GH IJ KL", ended=False),
-        [("data", (0, 1), "the epoch from its beginning after resuming", NEXT, "")],
+        [("data", (0, 1), FROM_THE_BEGINNING, NEXT, "")],
         "the position is not saved or not loaded",
     ),
     "the last batch again": (
@@ -406,14 +354,12 @@ def resumed_again(*by_rank: str) -> Evidence:
 
 def test_resuming_a_second_time():
     assert verdict(RESUME, resumed_again("GH IJ", "QR ST")).status == "passed"
-    found = verdict(RESUME, resumed_again("EF GH IJ", "OP QR ST"))
+    evidence = resumed_again("EF GH IJ", "OP QR ST")
+    found = verdict(RESUME, evidence)
     actual = "the last 1 batch before the checkpoint again after resuming a second time"
     assert findings_of(found) == [("data", (0, 1), actual, NEXT, "")]
     assert found.findings[0].cause.startswith("the position is counted from the first time that the run has resumed")
-
-
-def test_a_first_time_that_fails_explains_the_second():
-    evidence = resumed_again("EF GH IJ", "OP QR ST")
+    # A first time that fails explains the second.
     first = tuple(replace(rank, batches=rank.batches[1:]) for rank in evidence.batches_resumed)
     found = verdict(RESUME, replace(evidence, batches_resumed=first))
     assert [finding.actual for finding in found.findings] == ["1 batch after the checkpoint skipped after resuming"]

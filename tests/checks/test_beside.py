@@ -26,50 +26,47 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
     return [(f.tensor, f.ranks, f.actual, f.expected) for f in verdict(check, evidence).findings]
 
 
-def with_entry(comparison: Comparison) -> Evidence:
-    return on_runs(HEALTHY, None, beside=(comparison,))
-
-
-def test_an_average_that_moves_another_way_or_farther():
-    assert shown(PARITY, remeasured(HEALTHY, EMA, 2.0, observed="beside")) == [
-        (EMA, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002")
-    ]
-    assert shown(PARITY, remeasured(HEALTHY, EMA, apart=2.0, ranks=[1], observed="beside")) == [
-        (EMA, (1,), "moves otherwise than the reference's", "equal within 0.002")
-    ]
-
-
-def test_an_average_that_one_rank_never_updates():
-    found = verdict(PARITY, remeasured(HEALTHY, EMA, 0.0, ranks=[1], observed="beside")).findings
-    assert [(f.ranks, f.actual, f.expected) for f in found] == [((1,), "does not move", "updated after each step")]
-    assert found[0].cause.startswith("nothing updates it")
+@pytest.mark.parametrize(
+    ("factor", "apart", "ranks", "actual", "expected"),
+    [
+        (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002"),
+        (1.0, 2.0, (1,), "moves otherwise than the reference's", "equal within 0.002"),
+        (0.0, 0.0, (1,), "does not move", "updated after each step"),
+    ],
+)
+def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, expected):
+    evidence = remeasured(HEALTHY, EMA, factor, apart, ranks=ranks, observed="beside")
+    assert shown(PARITY, evidence) == [(EMA, ranks, actual, expected)]
+    if factor == 0:
+        assert verdict(PARITY, evidence).findings[0].cause.startswith("nothing updates it")
 
 
 def test_a_counter_is_compared_exactly():
     counter = Comparison("ema.n_averaged", False, elements=1, differing=1, expected=3.0, actual=6.0)
-    assert shown(PARITY, with_entry(counter)) == [("ema.n_averaged", (0, 1), "6 after the training", "3")]
+    counted = on_runs(HEALTHY, None, beside=(counter,))
+    assert shown(PARITY, counted) == [("ema.n_averaged", (0, 1), "6 after the training", "3")]
 
 
-def test_an_average_that_moves_nowhere_shows_nothing():
-    still = Comparison(EMA, True, elements=24, measure=replace(measured(24), actual=0.0, truth=0.0, apart=0.0, dot=0.0))
-    found = verdict(PARITY, with_entry(still))
-    assert (found.status, found.reason) == (
-        "skipped",
-        "nothing that is kept beside the model moves in these steps, neither here nor in the reference",
-    )
+STILL = Comparison(EMA, True, elements=24, measure=replace(measured(24), actual=0.0, truth=0.0, apart=0.0, dot=0.0))
+PLAIN = Comparison(EMA, False, problem="shape (3, 4)", should_be="(6, 4), as in the reference")
 
 
-def test_plain_tensors_that_hold_a_shard_are_not_judged():
-    plain = Comparison(EMA, False, problem="shape (3, 4)", should_be="(6, 4), as in the reference")
-    found = verdict(PARITY, on_runs(HEALTHY, None, beside=(*HEALTHY.training[0].beside, plain)))
+@pytest.mark.parametrize(
+    ("beside", "reason"),
+    [
+        (
+            (STILL,),
+            "nothing that is kept beside the model moves in these steps, neither here nor in the reference",
+        ),
+        ((*HEALTHY.training[0].beside, PLAIN), "holds plain tensors of another shape than the reference's"),
+        ((), "the reference keeps none of it: give Subject(beside=...) a function of the model"),
+    ],
+    ids=["nothing moves", "plain tensors that hold a shard", "only the ranks keep it"],
+)
+def test_what_is_not_compared_with_the_reference(beside, reason):
+    found = verdict(PARITY, on_runs(HEALTHY, None, beside=beside))
     assert found.status == "skipped"
-    assert "holds plain tensors of another shape than the reference's" in found.reason
-
-
-def test_what_only_the_ranks_keep_is_not_compared_with_the_reference():
-    found = verdict(PARITY, on_runs(HEALTHY, None, beside=()))
-    assert found.status == "skipped"
-    assert found.reason.startswith("the reference keeps none of it: give Subject(beside=...) a function of the model")
+    assert reason in found.reason
 
 
 @pytest.mark.parametrize(("distance", "status"), [(0.5, "passed"), (0.01, "failed")])
@@ -79,34 +76,26 @@ def test_an_average_may_differ_by_the_noise_of_its_parameter(distance, status):
     assert verdict(PARITY, runs).status == status
 
 
-def resumed(**states: str) -> Evidence:
-    before, after = HEALTHY.continued, HEALTHY.resumed
-    changed = tuple(
-        replace(run, beside={**run.beside, **{k.replace("__", "."): v for k, v in states.items()}}) for run in after
-    )
-    return replace(HEALTHY, continued=before, resumed=changed)
-
-
 def test_a_scheduler_that_starts_again():
-    found = verdict(ROUND_TRIP, resumed(scheduler__last_epoch="0")).findings
-    assert [(f.tensor, f.ranks, f.actual, f.expected) for f in found] == [
-        ("scheduler.last_epoch", (0, 1), "0 after loading", "3, as saved")
-    ]
-    assert found[0].cause.startswith("the scheduler's state is not saved")
+    states = tuple(replace(run, beside={**run.beside, "scheduler.last_epoch": "0"}) for run in HEALTHY.resumed)
+    evidence = replace(HEALTHY, resumed=states)
+    assert shown(ROUND_TRIP, evidence) == [("scheduler.last_epoch", (0, 1), "0 after loading", "3, as saved")]
+    assert verdict(ROUND_TRIP, evidence).findings[0].cause.startswith("the scheduler's state is not saved")
 
 
-def test_other_values_another_dtype_and_no_state_at_all():
-    def only(value: str | None) -> list[tuple[str, str]]:
-        first, second = HEALTHY.resumed
-        states = {name: text for name, text in second.beside.items() if name != EMA}
-        states |= {} if value is None else {EMA: value}
-        found = verdict(ROUND_TRIP, replace(HEALTHY, resumed=(first, replace(second, beside=states)))).findings
-        assert [f.ranks for f in found] == [(1,)]
-        return [(f.actual, f.expected) for f in found]
-
-    assert only("float32 (6, 4) other") == [("different after loading", "as saved")]
-    assert only("bfloat16 (6, 4) rounded") == [("bfloat16 after loading", "float32, as saved")]
-    assert only(None) == [("no state after loading", "a state, as saved")]
+@pytest.mark.parametrize(
+    ("value", "actual", "expected"),
+    [
+        ("float32 (6, 4) other", "different after loading", "as saved"),
+        ("bfloat16 (6, 4) rounded", "bfloat16 after loading", "float32, as saved"),
+        (None, "no state after loading", "a state, as saved"),
+    ],
+)
+def test_other_values_another_dtype_and_no_state_at_all(value, actual, expected):
+    first, second = HEALTHY.resumed
+    states = {name: text for name, text in {**second.beside, EMA: value}.items() if text}
+    evidence = replace(HEALTHY, resumed=(first, replace(second, beside=states)))
+    assert shown(ROUND_TRIP, evidence) == [(EMA, (1,), actual, expected)]
 
 
 def test_copies_that_are_rebuilt_from_rounded_weights():

@@ -13,6 +13,7 @@ from tests.checks.evidence_factory import (
     change,
     change_reference,
     counted,
+    declare,
     findings_of,
     healthy,
     on_runs,
@@ -24,6 +25,15 @@ from tests.checks.evidence_factory import (
 
 ID, REPLICAS = "buffers_follow_training", "replicas_stay_equal"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
+
+
+def on_buffers(evidence, first=None, **facts):
+    """Change facts of the trained buffers on all ranks; ``first`` names the step that the first one is like."""
+    runs = []
+    for run in evidence.training:
+        like = {"first": getattr(run.buffers, first)} if first else {}
+        runs.append(replace(run, buffers=replace(run.buffers, **like, **facts)))
+    return replace(evidence, training=tuple(runs))
 
 
 def rounding(evidence, grain=1e-6):
@@ -74,43 +84,37 @@ def test_integers_have_to_be_equal_and_floats_within_rounding():
     assert verdict(ID, almost).status == "failed"
     assert verdict(ID, rounding(almost)).status == "passed"
     assert verdict(ID, rounding(counted(healthy(), 1.5, "first"))).status == "failed"
-
-
-def test_integers_that_depend_on_rounding_may_differ_within_the_noise():
-    """A token whose two best experts are nearly alike is counted for either."""
-    evidence = counted(healthy(), 1.0005, "first")
+    # A token whose two best experts are nearly alike is counted for either, which is noise.
     noise = {"first_buffers": {COUNTER: TensorNoise(0.001)}, "buffers": {COUNTER: TensorNoise(0.001)}}
-    assert verdict(ID, on_runs(evidence, None, noise=Noise(**noise))).status == "passed"
+    assert verdict(ID, on_runs(almost, None, noise=Noise(**noise))).status == "passed"
 
 
-def test_a_difference_after_the_last_step_only():
-    (found,) = verdict(ID, counted(healthy(), 1.5)).findings
-    assert found.actual == "1.5 times the reference's change after 3 steps"
+@pytest.mark.parametrize(
+    ("factor", "when", "apart", "actual"),
+    [
+        (1.5, "last", 0.0, "1.5 times the reference's change after 3 steps"),
+        (0.0, "first", 0.0, "no change after the first step"),
+        (1.0, "first", 0.5, "another change than the reference's after the first step"),
+    ],
+)
+def test_another_change_than_the_references(factor, when, apart, actual):
+    (found,) = verdict(ID, counted(healthy(), factor, when, apart=apart)).findings
+    assert found.actual == actual
+
+
+def test_a_wrong_update_explains_a_difference_after_the_last_step_only():
     wrong = remeasured(counted(healthy(), 1.5), MIDDLE, 0.1, observed="parameters")
     assert verdict(ID, wrong).why == "depends on a failed check"
     assert verdict("update_parity", wrong).status == "failed"
 
 
-def test_no_change_where_the_reference_changes():
-    (found,) = verdict(ID, counted(healthy(), 0.0, "first")).findings
-    assert found.actual == "no change after the first step"
-    (other,) = verdict(ID, counted(healthy(), 1.0, "first", apart=0.5)).findings
-    assert other.actual == "another change than the reference's after the first step"
-
-
 def test_replicas_that_differ_are_one_finding():
-    evidence = counted(healthy(), 0.5, "last", ranks=[1])
-    evidence = counted_first_too(evidence)
+    evidence = on_buffers(counted(healthy(), 0.5, "last", ranks=[1]), first="last")
     found = verdict(REPLICAS, evidence)
     actual = "differs from its replicas after 3 steps"
     assert findings_of(found) == [(COUNTER, (1,), actual, "bit-identical", "rank 1 differs from rank 0")]
     assert found.findings[0].cause.startswith("each rank updates it from its own rows")
     assert (verdict(ID, evidence).findings, verdict(ID, evidence).unjudged) == ((), {REPLICAS: (COUNTER,)})
-
-
-def counted_first_too(evidence):
-    runs = (replace(run, buffers=replace(run.buffers, first=run.buffers.last)) for run in evidence.training)
-    return replace(evidence, training=tuple(runs))
 
 
 def test_replicas_that_round_differently_are_equal():
@@ -139,32 +143,24 @@ def test_scratch_memory_is_not_judged():
 
 
 def test_buffers_that_ddp_broadcasts_are_not_judged():
-    evidence = counted(healthy(), 0.5, "first", ranks=[1])
-    runs = (replace(run, buffers=replace(run.buffers, broadcast=(COUNTER,))) for run in evidence.training)
-    evidence = replace(evidence, training=tuple(runs))
+    evidence = on_buffers(counted(healthy(), 0.5, "first", ranks=[1]), broadcast=(COUNTER,))
     assert (verdict(ID, evidence).status, verdict(REPLICAS, evidence).status) == ("skipped", "skipped")
 
 
 def test_steps_of_several_forwards_change_statistics_by_design():
     evidence = counted(healthy(), 2.0, "first")
-    runs = (replace(run, buffers=replace(run.buffers, forwards=6)) for run in evidence.training)
-    evidence = replace(evidence, training=tuple(runs))
-    own = replace(evidence.subject, declared=evidence.subject.declared | {"train_step"})
-    found = verdict(ID, replace(evidence, subject=own))
+    evidence = declare(evidence, declared=evidence.subject.declared | {"train_step"})
+    found = verdict(ID, on_buffers(evidence, forwards=6))
     assert found.reason == (
         "counter differs from the reference's, but train_step runs 6 forwards of the model in 3 steps on rank 0, and "
         "the reference 3; statistics depend on that"
     )
-    runs = (replace(run, buffers=replace(run.buffers, forwards=3)) for run in evidence.training)
-    assert verdict(ID, replace(evidence, subject=own, training=tuple(runs))).status == "failed"
+    assert verdict(ID, on_buffers(evidence, forwards=3)).status == "failed"
 
 
-def test_wrong_buffers_explain_later_differences():
+def test_wrong_buffers_explain_later_differences_and_a_wrong_gradient_those_of_buffers():
     wrong = remeasured(counted(healthy(), 2.0, "first"), MIDDLE, 0.1, observed="parameters")
     assert verdict("update_parity", wrong).why == "depends on a failed check"
-
-
-def test_a_wrong_gradient_explains_buffers_that_differ():
     evidence = remeasured(counted(healthy(), 2.0, "first"), MIDDLE, 2.0)
     assert verdict(ID, evidence).why == "depends on a failed check"
     apart = remeasured(counted(healthy(), 0.5, ranks=[1]), MIDDLE, 2.0)

@@ -178,7 +178,6 @@ HEALTHY = {name: complete(mesh) for name, mesh in WORLDS.items()}
 SMALL = {name: healthy(mesh=mesh) for name, mesh in WORLDS.items()}
 EMPTIED = {world: without_tensors(world) for world in (1, 2, 4)}
 BARE = {name: bare(complete(mesh, whole={})) for name, mesh in WORLDS.items()}
-BARE_SMALL = {name: bare(evidence) for name, evidence in SMALL.items()}
 BARE_EMPTIED = {name: bare(evidence) for name, evidence in EMPTIED.items()}
 
 
@@ -217,13 +216,6 @@ def test_a_check_without_what_it_needs_names_the_field_to_declare(id, world):
         assert_nothing_wrong(found, "skipped")
         assert named
         assert named <= known | {"reference", "batch"}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", sorted(NEEDS_NO_FIELD))
-def test_a_small_model_passes_with_nothing_declared(id, world):
-    found = verdict(id, BARE_SMALL[world])
-    assert_nothing_wrong(found, "skipped" if id in {*NOT_APPLICABLE.get(world, ()), *TOO_SMALL} else "passed")
 
 
 @pytest.mark.parametrize("world", EMPTIED)

@@ -15,6 +15,7 @@ from tests.checks.evidence_factory import (
     MIDDLE,
     change,
     declare,
+    differ,
     drop,
     empty,
     findings_of,
@@ -46,6 +47,8 @@ def loading(*by_rank, step=(), groups=()):
 
 
 A, B = collective("broadcast", MIDDLE), collective("broadcast", EMBEDDING)
+OF_OTHERS = replace(B, ranks=(2, 3))
+SCATTERING = collective("scatter", shapes=((2,), (2,)))
 
 
 @pytest.mark.parametrize(
@@ -61,93 +64,66 @@ A, B = collective("broadcast", MIDDLE), collective("broadcast", EMBEDDING)
         loading([collective("all_to_all", shape=(3, 4))], [collective("all_to_all", shape=(5, 4))]),
         loading([collective("all_gather of lists", shape=(3,))], [collective("all_gather of lists", shape=(2,))]),
         loading([collective("gather", shape=(3,))], [collective("gather", shape=(2,))]),
-        loading(
-            [collective("scatter", shapes=((2,), (2,)))], [collective("scatter", shapes=())]
-        ),  # only the root has something
-        loading([collective("scatter", shapes=((2,), (2,)))], [collective("scatter", shapes=(), dtype="")]),
+        loading([SCATTERING], [collective("scatter", shapes=())]),  # only the root has something
+        loading([SCATTERING], [collective("scatter", shapes=(), dtype="")]),
         loading([collective("barrier", shapes=(), dtype="")], [collective("barrier", shapes=(), dtype="")]),
-        loading(
-            [collective("all_gather", MIDDLE)], [collective("all_gather", EMBEDDING)]
-        ),  # an optimizer that shards its work
+        loading([collective("all_gather", MIDDLE)], [collective("all_gather", EMBEDDING)]),  # an optimizer's work
         loading([collective("all_reduce", reduction="sum")], [collective("all_reduce")]),
-        loading([A], [A], [B], [B]),  # two groups; the test changes their ranks
+        loading([A], [A], [OF_OTHERS], [OF_OTHERS]),  # two groups
     ],
 )
 def test_what_matches_passes(evidence):
-    if len(evidence.collectives) == 4:  # give the second group its own ranks
-        others = tuple(replace(c, loading=(replace(B, ranks=(2, 3)),)) for c in evidence.collectives[2:])
-        evidence = replace(evidence, collectives=evidence.collectives[:2] + others)
     assert verdict(MATCH, evidence).status == "passed"
 
 
 def test_broadcasts_in_another_order_on_one_rank():
-    found = verdict(MATCH, swapped())
-    [finding] = found.findings
+    first = collective("all_reduce")
+    evidence = loading([first, B, A], [first, A, B])
+    [finding] = verdict(MATCH, evidence).findings
     assert (finding.tensor, finding.ranks, finding.detail) == (None, (1,), "2 of 3 differ")
     assert finding.actual == (
         f"collective 2 of ranks 0, 1 while loading is a broadcast of {MIDDLE} (float32 [8, 4]) from rank 0"
     )
     assert finding.expected == f"a broadcast of {EMBEDDING} (float32 [8, 4]) from rank 0, as on rank 0"
     assert set(finding.condemns) == {EMBEDDING, MIDDLE}
-
-
-def swapped():
-    first = collective("all_reduce")
-    return loading([first, B, A], [first, A, B])
-
-
-def test_swapped_values_are_not_reported_again():
-    evidence = swapped()
-    values = tuple(
-        tuple(replace(c, equal=False, differing=1, index=(0, 0)) if c.name in (EMBEDDING, MIDDLE) else c for c in rank)
-        for rank in evidence.values
-    )
-    found = verdict("params_equal_reference", replace(evidence, values=values))
+    # The swapped values are not reported again.
+    found = verdict("params_equal_reference", differ(differ(evidence, EMBEDDING), MIDDLE))
     assert (found.status, found.findings) == ("skipped", ())
     assert set(found.unjudged) == {MATCH}
+
+
+ONE = collective("broadcast")
 
 
 @pytest.mark.parametrize(
     ("one", "other", "what"),
     [
-        (collective("broadcast"), collective("all_reduce"), "an all_reduce (float32 [8, 4])"),
-        (collective("broadcast"), collective("broadcast", root=1), "a broadcast (float32 [8, 4]) from rank 1"),
-        (collective("broadcast"), collective("broadcast", shape=(8, 5)), "a broadcast (float32 [8, 5]) from rank 0"),
+        (ONE, collective("all_reduce"), "an all_reduce (float32 [8, 4])"),
+        (ONE, collective("broadcast", root=1), "a broadcast (float32 [8, 4]) from rank 1"),
+        (ONE, collective("broadcast", shape=(8, 5)), "a broadcast (float32 [8, 5]) from rank 0"),
+        (ONE, collective("broadcast", dtype="bfloat16"), "a broadcast (bfloat16 [8, 4]) from rank 0"),
         (
-            collective("broadcast"),
-            collective("broadcast", dtype="bfloat16"),
-            "a broadcast (bfloat16 [8, 4]) from rank 0",
-        ),
-        (
-            collective("all_reduce", reduction="sum"),
-            collective("all_reduce", reduction="max"),
+            *(collective("all_reduce", reduction="sum"), collective("all_reduce", reduction="max")),
             "an all_reduce (float32 [8, 4]) by",
         ),
         (collective("reduce_scatter"), collective("reduce_scatter", shape=(4, 4)), "a reduce_scatter (float32 [4, 4])"),
     ],
 )
 def test_one_collective_that_differs(one, other, what):
-    [finding] = verdict(MATCH, apart(one, other)).findings
+    ranks = (0, 1, 2)
+    one, other = replace(one, ranks=ranks), replace(other, ranks=ranks)
+    [finding] = verdict(MATCH, loading([one], [one], [other])).findings
     assert finding.ranks == (2,)
     assert finding.actual.startswith(f"collective 1 of ranks 0-2 while loading is {what}")
     assert finding.expected.endswith("as on ranks 0, 1")
 
 
-def apart(one, other):
-    ranks = (0, 1, 2)
-    return loading([replace(one, ranks=ranks)], [replace(one, ranks=ranks)], [replace(other, ranks=ranks)])
-
-
-def test_a_collective_that_one_rank_omits():
+def test_a_collective_that_one_rank_omits_and_a_step_that_differs():
     [finding] = verdict(MATCH, loading([A], [])).findings
-    assert finding.actual == "collective 1 of ranks 0, 1 while loading is missing"
-    assert finding.ranks == (1,)
-
-
-def test_a_step_that_differs():
-    evidence = loading([], [])
-    steps = (replace(evidence.collectives[0], step=(A,)), replace(evidence.collectives[1], step=(B,)))
-    [finding] = verdict(MATCH, replace(evidence, collectives=steps)).findings
+    actual = "collective 1 of ranks 0, 1 while loading is missing"
+    assert (finding.ranks, finding.actual) == ((1,), actual)
+    steps = (RankCollectives((), (A,), ()), RankCollectives((), (B,), ()))
+    [finding] = verdict(MATCH, replace(healthy(), collectives=steps)).findings
     assert "in one training step" in finding.actual
 
 
@@ -161,12 +137,6 @@ def test_without_a_step_only_loading_is_judged():
     assert (verdict(MATCH, apart).status, verdict(MATCH, apart).reason) == ("failed", reason)
 
 
-@pytest.mark.parametrize("id", [MATCH, BUDGET, UNSHARDED])
-def test_a_missing_observation(id):
-    evidence = undeclared(healthy(), "collectives", why="nobody asked")
-    assert (verdict(id, evidence).status, verdict(id, evidence).reason) == ("skipped", "nobody asked")
-
-
 GROUPS = (
     FsdpGroup((MIDDLE,), forwards=1, reshards=True, trainable=True),
     FsdpGroup(WHOLE, forwards=1, reshards=False, trainable=True),
@@ -177,6 +147,14 @@ NEEDED = [GATHER] * 3 + [SCATTER] * 2
 
 def step(*collectives, groups=GROUPS, size=2):
     return loading(*[[]] * size, step=collectives, groups=groups)
+
+
+def whole(*collectives, **facts):
+    """Return evidence in which the middle layer is declared unsharded and is whole on both ranks."""
+    return declare(place(step(*collectives, **facts), MIDDLE, {}, shape=(6, 4)), unsharded=(MIDDLE,))
+
+
+NO_GROUPS = "FSDP2 manages no parameters here, so there are no FSDP groups to gather"
 
 
 @pytest.mark.parametrize(
@@ -197,54 +175,45 @@ def test_what_groups_explain_passes(evidence):
 
 
 @pytest.mark.parametrize(
-    ("evidence", "actual", "expected"),
+    ("ops", "groups", "actual", "expected"),
     [
-        (step(*NEEDED, GATHER), "4 all_gathers of FSDP groups in one training step", "at most 3 for 2 groups"),
-        (step(*NEEDED, SCATTER), "3 reduce_scatters of FSDP groups in one training step", "at most 2 for 2 groups"),
-        (
-            step(*NEEDED, groups=[replace(GROUPS[0], trainable=False), GROUPS[1]]),
-            "2 reduce_scatters of FSDP groups in one training step",
-            "at most 1 for 2 groups",
-        ),
-        (
-            step(*NEEDED, collective("all_reduce", by_fsdp=True)),
-            "1 all_reduce of FSDP groups in one training step",
-            "at most 0 for 2 groups",
-        ),
+        ([GATHER], GROUPS, "4 all_gathers", 3),
+        ([SCATTER], GROUPS, "3 reduce_scatters", 2),
+        ([], [replace(GROUPS[0], trainable=False), GROUPS[1]], "2 reduce_scatters", 1),
+        ([collective("all_reduce", by_fsdp=True)], GROUPS, "1 all_reduce", 0),
     ],
 )
-def test_more_than_groups_explain(evidence, actual, expected):
+def test_more_than_groups_explain(ops, groups, actual, expected):
+    evidence = step(*NEEDED, *ops, groups=groups)
     [finding] = verdict(BUDGET, evidence).findings
-    assert (finding.tensor, finding.ranks, finding.actual) == (None, (0, 1), actual)
-    assert finding.expected.startswith(expected)
+    assert (finding.tensor, finding.ranks) == (None, (0, 1))
+    assert finding.actual == f"{actual} of FSDP groups in one training step"
+    assert finding.expected.startswith(f"at most {expected} for 2 groups")
+    right = step(*NEEDED).collectives[0]
+    if ops:
+        one = verdict(BUDGET, replace(evidence, collectives=(right, evidence.collectives[1])))
+        assert [finding.ranks for finding in one.findings] == [(1,)]
 
 
-def test_one_rank_gathers_more():
-    evidence = step(*NEEDED)
-    odd = replace(evidence.collectives[1], step=(*NEEDED, GATHER))
-    assert [
-        f.ranks for f in verdict(BUDGET, replace(evidence, collectives=(evidence.collectives[0], odd))).findings
-    ] == [(1,)]
+LIST = collective("all_gather of lists", MIDDLE)
+PART = collective("all_gather", MIDDLE, shape=(3, 4))
 
 
-def test_a_parameter_gathered_in_addition_to_fsdp():
-    gather = collective("all_gather", MIDDLE, shape=(3, 4))
-    assert findings_of(verdict(BUDGET, step(*NEEDED, gather, gather, collective("broadcast", MIDDLE)))) == [
+@pytest.mark.parametrize(
+    ("ops", "what"),
+    [
         (
-            MIDDLE,
-            (0, 1),
-            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4]) in one training step, in addition to "
-            "FSDP2's own",
-            "communicated by FSDP2 only",
-            "",
-        )
+            [PART, PART, collective("broadcast", MIDDLE)],
+            "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4])",
+        ),
+        ([LIST, LIST], "2 all_gathers of lists (float32 [8, 4])"),
+    ],
+)
+def test_a_parameter_gathered_in_addition_to_fsdp(ops, what):
+    actual = f"{what} in one training step, in addition to FSDP2's own"
+    assert findings_of(verdict(BUDGET, step(*NEEDED, *ops))) == [
+        (MIDDLE, (0, 1), actual, "communicated by FSDP2 only", "")
     ]
-
-
-def test_collectives_of_lists_in_the_plural():
-    gather = collective("all_gather of lists", MIDDLE)
-    [finding] = verdict(BUDGET, step(*NEEDED, gather, gather)).findings
-    assert finding.actual.startswith("2 all_gathers of lists (float32 [8, 4]) in one training step")
 
 
 def test_a_declared_unsharded_parameter_is_reported_by_its_own_check():
@@ -254,26 +223,18 @@ def test_a_declared_unsharded_parameter_is_reported_by_its_own_check():
 
 
 @pytest.mark.parametrize(
-    ("evidence", "reason"),
+    ("check", "evidence", "reason"),
     [
-        (step(*NEEDED, groups=()), "FSDP2 manages no parameters here, so there are no FSDP groups to gather"),
-        (step(*NEEDED, size=1), "a single rank does not communicate"),
-        (replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was recorded"),
-        (
-            replace(empty(), collectives=(RankCollectives((), (), ()),) * 2),
-            "FSDP2 manages no parameters here, so there are no FSDP groups",
-        ),
+        (BUDGET, step(*NEEDED, groups=()), NO_GROUPS),
+        (BUDGET, replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), NO_GROUPS),
+        (BUDGET, step(*NEEDED, size=1), "a single rank does not communicate"),
+        (BUDGET, replace(step(), collectives=(RankCollectives(()),) * 2), "no training step was recorded"),
+        (UNSHARDED, whole(size=1), "a single rank does not communicate"),
+        (UNSHARDED, step(*NEEDED), "Subject(unsharded=...) is not declared"),
     ],
 )
-def test_where_there_is_no_budget(evidence, reason):
-    found = verdict(BUDGET, evidence)
-    assert found.status == "skipped"
-    assert found.reason.startswith(reason)
-
-
-def whole(*collectives, **facts):
-    """Return evidence in which the middle layer is declared unsharded and is whole on both ranks."""
-    return declare(place(step(*collectives, **facts), MIDDLE, {}, shape=(6, 4)), unsharded=(MIDDLE,))
+def test_nothing_to_judge(check, evidence, reason):
+    assert (verdict(check, evidence).status, verdict(check, evidence).reason) == ("skipped", reason)
 
 
 @pytest.mark.parametrize(
@@ -291,18 +252,13 @@ def test_an_unsharded_parameter_that_is_used_locally_passes(evidence):
 
 
 def test_an_unsharded_parameter_that_is_communicated():
-    moves = [collective("broadcast", MIDDLE, shape=(6, 4))] * 2
+    evidence = whole(*[collective("broadcast", MIDDLE, shape=(6, 4))] * 2)
     expected = "used locally, because it is declared unsharded"
-    assert findings_of(verdict(UNSHARDED, whole(*moves))) == [
+    assert findings_of(verdict(UNSHARDED, evidence)) == [
         (MIDDLE, (0, 1), "communicated by 2 broadcasts (float32 [6, 4]) in one training step", expected, "")
     ]
-
-
-def test_an_unsharded_parameter_that_one_rank_communicates():
-    evidence = whole(collective("all_to_all"))
-    odd = replace(evidence.collectives[1], step=(collective("all_to_all", MIDDLE),))
-    found = verdict(UNSHARDED, replace(evidence, collectives=(evidence.collectives[0], odd)))
-    assert [finding.ranks for finding in found.findings] == [(1,)]
+    one = replace(evidence, collectives=(whole().collectives[0], evidence.collectives[1]))
+    assert [finding.ranks for finding in verdict(UNSHARDED, one).findings] == [(1,)]
 
 
 def test_a_sharded_parameter_is_reported_by_another_check():
@@ -310,18 +266,6 @@ def test_a_sharded_parameter_is_reported_by_another_check():
     found = verdict(UNSHARDED, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert MIDDLE in str(found.reason)
-
-
-@pytest.mark.parametrize(
-    ("evidence", "reason"),
-    [
-        (step(*NEEDED), "Subject(unsharded=...) is not declared"),
-        (whole(size=1), "a single rank does not communicate"),
-        (replace(empty(), collectives=(RankCollectives((), (), ()),) * 2), "Subject(unsharded=...) is not declared"),
-    ],
-)
-def test_nothing_to_judge(evidence, reason):
-    assert (verdict(UNSHARDED, evidence).status, verdict(UNSHARDED, evidence).reason) == ("skipped", reason)
 
 
 def test_a_tensor_of_another_shape_is_reported_by_another_check():

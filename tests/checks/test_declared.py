@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
 from pytest_fsdp_meta.catalogue import judge
 from pytest_fsdp_meta.checks.checkpoint.facts import RankStateDict
 from pytest_fsdp_meta.judging.view import Selection
@@ -23,6 +25,7 @@ from tests.checks.evidence_factory import (
     findings_of,
     from_checkpoint,
     healthy,
+    in_slices,
     measured,
     on_ranks,
     place,
@@ -37,15 +40,40 @@ from tests.checks.evidence_factory import (
 VALUES = "params_equal_reference"
 
 
-def test_drawn_values_need_not_equal_the_reference():
-    other = differ(healthy(), MIDDLE, differing=12, measure=measured(12, apart=2.0))
-    assert verdict(VALUES, other).status == "failed"
-    assert verdict(VALUES, declare(other, drawn=(MIDDLE,))).status == "passed"
+def exported_otherwise():
+    export = healthy().export
+    facts = {"equal": False, "differing": 1, "index": (0, 0), "expected": 1.0, "actual": 2.0}
+    other = tuple(replace(c, **facts) if c.name == MIDDLE else c for c in export.comparisons)
+    return replace(healthy(), export=replace(export, comparisons=other))
 
 
-def test_zeros_that_are_drawn_are_not_a_finding():
-    zeros = differ(healthy(), MIDDLE, differing=12, measure=measured(12, factor=0.0))
-    assert verdict(VALUES, declare(zeros, drawn=(MIDDLE,))).status == "passed"
+@pytest.mark.parametrize(
+    ("check", "name", "evidence"),
+    [
+        (VALUES, MIDDLE, differ(healthy(), MIDDLE, differing=12, measure=measured(12, apart=2.0))),
+        (VALUES, MIDDLE, differ(healthy(), MIDDLE, differing=12, measure=measured(12, factor=0.0))),
+        ("frozen_weights_equal_verifier", FROZEN, differ(healthy(), FROZEN, observed="verifier")),
+        (
+            *("no_uninitialized_memory", MIDDLE),
+            change(differ(healthy(), MIDDLE), MIDDLE, dtype="int64", poisoned=1),
+        ),
+        ("load_is_repeatable", MIDDLE, replace(healthy(), repetition=change(healthy(), MIDDLE, digest="1").inventory)),
+        ("full_state_dict_exports", MIDDLE, exported_otherwise()),
+        ("names_match_reference", MIDDLE, drop_reference(from_checkpoint(healthy()), MIDDLE)),
+    ],
+    ids=[
+        "other values",
+        "zeros",
+        "frozen",
+        "largest integers",
+        "another load",
+        "another export",
+        "not in a checkpoint",
+    ],
+)
+def test_what_is_drawn_may_differ(check, name, evidence):
+    assert verdict(check, evidence).status == "failed"
+    assert verdict(check, declare(evidence, drawn=(name,))).status == "passed"
 
 
 def test_drawn_values_have_to_be_finite():
@@ -56,27 +84,25 @@ def test_drawn_values_have_to_be_finite():
         ]
 
 
-def test_other_values_are_reported_beside_drawn_ones():
-    other = declare(differ(differ(healthy(), MIDDLE), HEAD), drawn=(MIDDLE,))
-    assert [finding.tensor for finding in verdict(VALUES, other).findings] == [HEAD]
-
-
-def test_a_drawn_frozen_weight_is_not_compared_with_the_verifier():
-    other = differ(healthy(), FROZEN, observed="verifier")
-    assert verdict("frozen_weights_equal_verifier", other).status == "failed"
-    assert verdict("frozen_weights_equal_verifier", declare(other, drawn=(FROZEN,))).status != "failed"
-
-
-def test_a_drawn_weight_has_to_be_written():
-    poisoned = change(differ(healthy(), MIDDLE, [1]), MIDDLE, [1], nan=12, poisoned=12)
-    poisoned = declare(poisoned, drawn=(MIDDLE,))
-    assert verdict("no_uninitialized_memory", poisoned).status == "failed"
-
-
-def test_a_few_largest_integers_may_be_drawn():
-    drawn = change(differ(healthy(), MIDDLE), MIDDLE, dtype="int64", poisoned=1)
-    assert verdict("no_uninitialized_memory", drawn).status == "failed"
-    assert verdict("no_uninitialized_memory", declare(drawn, drawn=(MIDDLE,))).status == "passed"
+@pytest.mark.parametrize(
+    ("check", "evidence", "name", "actual"),
+    [
+        (VALUES, differ(differ(healthy(), MIDDLE), HEAD), HEAD, "values that differ from the reference's slice"),
+        (
+            *("no_uninitialized_memory", change(differ(healthy(), MIDDLE, [1]), MIDDLE, [1], nan=12, poisoned=12)),
+            *(MIDDLE, "never written (poison value NaN)"),
+        ),
+        ("names_match_reference", drop(healthy(), MIDDLE), MIDDLE, "missing"),
+        (
+            *("grad_parity", differ(remeasured(healthy(), MIDDLE, factor=2.0), MIDDLE), MIDDLE),
+            "gradient is 2 times the reference's",
+        ),
+    ],
+    ids=["beside other values", "not written", "missing", "trained"],
+)
+def test_what_is_drawn_is_judged_otherwise(check, evidence, name, actual):
+    found = verdict(check, declare(evidence, drawn=(MIDDLE,)))
+    assert [(finding.tensor, finding.actual) for finding in found.findings] == [(name, actual)]
 
 
 def test_drawn_replicas_have_to_be_equal():
@@ -87,47 +113,10 @@ def test_drawn_replicas_have_to_be_equal():
     assert found.findings[0].cause.startswith("each rank initialised or computed it by itself, from a seed")
 
 
-def test_another_load_may_draw_other_values():
-    second = tuple(
-        replace(rank, tensors=tuple(replace(t, digest="again") if t.name == MIDDLE else t for t in rank.tensors))
-        for rank in healthy().inventory
-    )
-    evidence = replace(healthy(), repetition=second)
-    assert verdict("load_is_repeatable", evidence).status == "failed"
-    assert verdict("load_is_repeatable", declare(evidence, drawn=(MIDDLE,))).status == "passed"
-    smaller = replace(second[0], tensors=tuple(replace(t, shape=(1,)) for t in second[0].tensors))
-    reshaped = replace(evidence, repetition=(smaller, *second[1:]))
-    assert MIDDLE in [f.tensor for f in verdict("load_is_repeatable", declare(reshaped, drawn=(MIDDLE,))).findings]
-
-
-def test_another_load_may_export_other_drawn_values():
-    export = healthy().export
-    other = tuple(
-        replace(c, equal=False, differing=1, index=(0, 0), expected=1.0, actual=2.0) if c.name == MIDDLE else c
-        for c in export.comparisons
-    )
-    evidence = replace(healthy(), export=replace(export, comparisons=other))
-    assert verdict("full_state_dict_exports", evidence).status == "failed"
-    assert verdict("full_state_dict_exports", declare(evidence, drawn=(MIDDLE,))).status == "passed"
-
-
-def test_a_checkpoint_lacks_what_is_drawn():
-    evidence = drop_reference(from_checkpoint(healthy()), MIDDLE)
-    assert verdict("names_match_reference", evidence).status == "failed"
-    assert verdict("names_match_reference", declare(evidence, drawn=(MIDDLE,))).status == "passed"
-
-
-def test_a_drawn_weight_may_not_be_missing():
-    gone = declare(drop(healthy(), MIDDLE), drawn=(MIDDLE,))
-    assert [finding.tensor for finding in verdict("names_match_reference", gone).findings] == [MIDDLE]
-
-
-def test_training_from_drawn_values_is_judged_in_full():
-    doubled = declare(differ(remeasured(healthy(), MIDDLE, factor=2.0), MIDDLE), drawn=(MIDDLE,))
-    found = verdict("grad_parity", doubled)
-    assert [(finding.tensor, finding.actual) for finding in found.findings] == [
-        (MIDDLE, "gradient is 2 times the reference's")
-    ]
+def test_another_load_of_drawn_values_has_the_same_shapes():
+    smaller = change(healthy(), MIDDLE, [0], shape=(1,), digest="again").inventory
+    evidence = declare(replace(healthy(), repetition=smaller), drawn=(MIDDLE,))
+    assert [finding.tensor for finding in verdict("load_is_repeatable", evidence).findings] == [MIDDLE]
 
 
 def reached_later(evidence, *names):
@@ -137,17 +126,15 @@ def reached_later(evidence, *names):
     return replace(evidence, training=tuple(runs))
 
 
-def test_the_first_step_of_lora_reaches_one_matrix_only():
+def test_gradients_that_begin_with_the_second_step():
+    """The first step of LoRA reaches one matrix only; behind a head of zeros it reaches nothing."""
     lora = reached_later(healthy(), MIDDLE)
     assert "no gradient" in verdict("every_trainable_moves", lora).reason
     assert verdict("every_trainable_moves", with_reference(lora, reached_later=(MIDDLE,))).status == "passed"
-
-
-def test_behind_a_head_of_zeros_gradients_begin_with_the_second_step():
     behind = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad and t.name != HEAD)
-    assert verdict("every_trainable_moves", reached_later(healthy(), *behind)).status == "failed"
-    zeros = with_reference(reached_later(healthy(), *behind), reached_later=behind)
-    assert verdict("every_trainable_moves", zeros).status == "passed"
+    zeros = reached_later(healthy(), *behind)
+    assert verdict("every_trainable_moves", zeros).status == "failed"
+    assert verdict("every_trainable_moves", with_reference(zeros, reached_later=behind)).status == "passed"
 
 
 def test_without_a_reference_drawn_weights_are_judged_as_before():
@@ -166,12 +153,13 @@ def with_losses(evidence, *curves):
     return replace(evidence, training=tuple(runs))
 
 
+CP, FLATTENED, OWN_NAME, TP = {"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}, {"dp_shard": 2, "tp": 2}
+
+
 def in_slice(evidence, *indices):
     """Assign each rank to a slice of the batch, as an author does who declares ``data_parallel``."""
-    size = len(set(indices))
-    runs = (replace(run, data_parallel=(index, size)) for run, index in zip(evidence.training, indices, strict=True))
-    declared = evidence.subject.declared | {"data_parallel"}
-    return replace(evidence, training=tuple(runs), subject=replace(evidence.subject, declared=declared))
+    evidence = in_slices(evidence, *indices)
+    return declare(evidence, declared=evidence.subject.declared | {"data_parallel"})
 
 
 def test_shares_of_the_loss_add_up():
@@ -200,38 +188,27 @@ def test_a_step_that_divides_by_the_count_of_the_global_batch():
     )
 
 
-def test_tensor_parallel_ranks_compute_one_share_together():
-    mesh = {"dp_shard": 2, "tp": 2}
-    shares = with_losses(healthy(mesh=mesh), SHARES[0], SHARES[0], SHARES[1], SHARES[1])
-    shares = in_slice(shares, 0, 0, 1, 1)
+@pytest.mark.parametrize(("mesh", "parts"), [(TP, 1), (CP, 2), (FLATTENED, 2), (OWN_NAME, 2)])
+def test_tensor_parallel_ranks_compute_one_share_together_and_those_of_a_sequence_their_own(mesh, parts):
+    curves = (tuple(loss / parts for loss in SHARES[rank // 2]) for rank in range(4))
+    shares = in_slice(with_losses(healthy(mesh=mesh), *curves), 0, 0, 1, 1)
     assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
 
 
-def test_ranks_of_a_sequence_have_shares_of_their_own():
-    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
-        shares = with_losses(healthy(mesh=mesh), *(tuple(loss / 2 for loss in SHARES[rank // 2]) for rank in range(4)))
-        shares = in_slice(shares, 0, 0, 1, 1)
-        assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed", mesh
-
-
-def test_means_do_not_add_up():
-    means = declare(with_losses(healthy(), (1.5, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
+@pytest.mark.parametrize(
+    ("first", "loss", "multiple"),
+    [((1.5, 1.0, 1.0), "4", "2 times"), ((1.6, 1.0, 1.0), "4.1", "about 2 times")],
+    ids=["means", "means over different numbers of labels"],
+)
+def test_means_do_not_add_up(first, loss, multiple):
+    means = declare(with_losses(healthy(), first, (2.5, 2.0, 1.5)), loss_over_ranks="sum")
     found = verdict(PARITY, means)
-    assert findings_of(found)[0][2:4] == ("loss 4 at step 0", "2 within 1e-05")
+    assert findings_of(found)[0][2:4] == (f"loss {loss} at step 0", "2 within 1e-05")
     assert found.findings[0].cause == (
-        "the sum of the ranks' losses is 2 times the reference's in every step (2 is the number of data-parallel "
+        f"the sum of the ranks' losses is {multiple} the reference's in every step (2 is the number of data-parallel "
         "ranks): the ranks' losses are means over their own rows, not shares of the global loss"
     )
     assert found.findings[0].remedy.startswith('declare Subject(loss_over_ranks="mean") (the default)')
-
-
-def test_means_over_different_numbers_of_labels_do_not_add_up_to_a_whole_multiple():
-    means = declare(with_losses(healthy(), (1.6, 1.0, 1.0), (2.5, 2.0, 1.5)), loss_over_ranks="sum")
-    cause = verdict(PARITY, means).findings[0].cause
-    assert cause.startswith(
-        "the sum of the ranks' losses is about 2 times the reference's in every step (2 is the number"
-    )
-    assert cause.endswith("the ranks' losses are means over their own rows, not shares of the global loss")
 
 
 def test_global_losses_do_not_add_up():
@@ -264,12 +241,11 @@ def test_every_rank_returns_the_same_loss_if_declared():
     assert verdict(PARITY, declare(healthy(), loss_over_ranks="same")).status == "passed"
 
 
-def test_losses_of_one_row_are_compared_by_their_mean_if_ranks_divide_the_sequence():
-    parts = ((1.0, 1.5, 1.25), (3.0, 1.5, 1.25), (1.5, 1.5, 1.25), (2.5, 1.5, 1.25))
-    for mesh in ({"dp_shard": 2, "cp": 2}, {"dp_shard_cp": 4}, {"fsdp": 4}):
-        assert verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts), 0, 0, 1, 1)).status == "passed", mesh
-        wrong = in_slice(with_losses(healthy(mesh=mesh), *parts[:3], (3.5, 1.5, 1.25)), 0, 0, 1, 1)
-        assert verdict(PARITY, wrong).status == "failed", mesh
+@pytest.mark.parametrize("mesh", [CP, FLATTENED, OWN_NAME])
+def test_losses_of_one_row_are_compared_by_their_mean_if_ranks_divide_the_sequence(mesh):
+    parts = ((1.0, 1.5, 1.25), (3.0, 1.5, 1.25), (1.5, 1.5, 1.25))
+    for last, status in (((2.5, 1.5, 1.25), "passed"), ((3.5, 1.5, 1.25), "failed")):
+        assert verdict(PARITY, in_slice(with_losses(healthy(mesh=mesh), *parts, last), 0, 0, 1, 1)).status == status
 
 
 def test_ranks_with_the_same_part_of_a_sequence_are_compared_one_by_one():
@@ -319,25 +295,24 @@ def test_ranks_may_have_other_names_if_declared():
 def test_other_names_are_still_compared():
     gone = drop(with_experts(), MIDDLE, [1])
     assert [(f.tensor, f.ranks) for f in verdict(MANIFEST, gone).findings] == [(MIDDLE, (1,))]
-
-
-def test_other_names_are_still_compared_in_their_order():
-    def reverse(rank):
-        return tuple(reversed(rank.tensors))
-
-    found = verdict(MANIFEST, on_ranks(with_experts(), [1], reverse))
-    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "parameters and buffers in a different order")]
+    reversed_ = on_ranks(with_experts(), [1], lambda rank: rank.tensors[::-1])
+    assert [(f.ranks, f.actual) for f in verdict(MANIFEST, reversed_).findings] == [
+        ((1,), "parameters and buffers in a different order")
+    ]
+    # The holders of a declared name have to agree.
+    odd = change(declare(healthy(3), on_some_ranks=(MIDDLE,)), MIDDLE, [1], dtype="bfloat16")
+    found = verdict(MANIFEST, drop(odd, MIDDLE, [2]))
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [(MIDDLE, (1,), "dtype bfloat16")]
 
 
 def test_a_name_that_no_rank_has_is_missing():
     gone = observed_again(drop(with_experts(), SECOND))
     assert [(f.tensor, f.ranks) for f in verdict(NAMES, gone).findings] == [(SECOND, (0, 1))]
-    values = verdict_of_selection(VALUES, gone, VALUES)
-    assert [(f.tensor, f.ranks) for f in values.findings] == [(SECOND, (0, 1))]
-
-
-def test_a_rank_that_lacks_a_declared_name_is_no_finding_of_the_values():
-    assert verdict_of_selection(VALUES, with_experts(), VALUES).status == "passed"
+    alone = Selection(frozenset({VALUES}))
+    found = judge(CATALOGUE[VALUES], gone, CATALOGUE, alone)
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(SECOND, (0, 1))]
+    # A rank that lacks a declared name is no finding of the values.
+    assert judge(CATALOGUE[VALUES], with_experts(), CATALOGUE, alone).status == "passed"
 
 
 def test_all_experts_on_every_rank_are_not_sharded():
@@ -346,22 +321,14 @@ def test_all_experts_on_every_rank_are_not_sharded():
     assert [f.tensor for f in verdict("nothing_left_unsharded", everywhere).findings] == [FIRST]
 
 
-def test_the_holders_of_a_declared_name_have_to_agree():
-    evidence = change(declare(healthy(3), on_some_ranks=(MIDDLE,)), MIDDLE, [1], dtype="bfloat16")
-    found = verdict(MANIFEST, drop(evidence, MIDDLE, [2]))
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [(MIDDLE, (1,), "dtype bfloat16")]
-
-
 def test_torch_cannot_clip_what_some_ranks_have():
-    found = verdict("grad_norm_parity", with_experts())
-    assert found.reason == (
+    evidence = with_experts()
+    assert verdict("grad_norm_parity", evidence).reason == (
         "torch cannot compute the norm of these gradients (experts.0.weight and 1 more on some ranks only); declare "
         "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one"
     )
-    evidence = with_experts()
-    declared = evidence.subject.declared | {"clip_grad_norm"}
-    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
-    assert verdict("grad_norm_parity", evidence).status == "passed"
+    own = declare(evidence, declared=evidence.subject.declared | {"clip_grad_norm"})
+    assert verdict("grad_norm_parity", own).status == "passed"
 
 
 def test_the_keys_of_a_rank_are_those_that_it_has():
@@ -375,17 +342,11 @@ def test_the_keys_of_a_rank_are_those_that_it_has():
 
 
 def test_a_gradient_of_one_rank_is_compared_with_the_reference():
-    found = verdict("grad_parity", remeasured(with_experts(), SECOND, factor=2.0, ranks=[1]))
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
-        (SECOND, (1,), "gradient is 2 times the reference's")
-    ]
+    (found,) = verdict("grad_parity", remeasured(with_experts(), SECOND, factor=2.0, ranks=[1])).findings
+    assert (found.tensor, found.ranks, found.actual) == (SECOND, (1,), "gradient is 2 times the reference's")
 
 
 def test_every_check_judges_ranks_with_other_names():
     evidence = with_experts()
     statuses = {check.id: verdict(check.id, evidence).status for check in CATALOGUE}
     assert {id for id, status in statuses.items() if status not in ("passed", "skipped")} == set()
-
-
-def verdict_of_selection(id, evidence, *selected):
-    return judge(CATALOGUE[id], evidence, CATALOGUE, Selection(frozenset(selected)))

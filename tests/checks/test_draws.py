@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.drawn.judge import Measured, can_tell, fans_of, limit, wrong_fan
-from pytest_fsdp_meta.evidence import DrawnTensor, Evidence
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence, RankDraws
 from tests.checks.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -19,6 +19,7 @@ from tests.checks.evidence_factory import (
     drew,
     findings_of,
     healthy,
+    on_some,
     parameter,
     place,
     spread,
@@ -33,12 +34,11 @@ SAME = ("the same numbers in different parts", "other numbers in each part", "")
 
 def redraw(evidence: Evidence, name: str, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
     """Change facts of what these ranks drew (default: all); ``own`` and ``reference`` replace a spread."""
-    chosen = range(len(evidence.inventory)) if ranks is None else set(ranks)
-    draws = tuple(
-        replace(held, draws=tuple(replace(d, **facts) if d.name == name and rank in chosen else d for d in held.draws))
-        for rank, held in enumerate(evidence.draws or ())
-    )
-    return replace(evidence, draws=draws)
+
+    def edit(held: RankDraws) -> RankDraws:
+        return replace(held, draws=tuple(replace(d, **facts) if d.name == name else d for d in held.draws))
+
+    return replace(evidence, draws=on_some(evidence.draws, ranks, edit))
 
 
 def one_seed(evidence: Evidence, name: str = MIDDLE, ranks: Iterable[int] | None = None) -> Evidence:
@@ -51,23 +51,20 @@ def on_columns(world: int = 2) -> Evidence:
     return drew(evidence, MIDDLE)
 
 
-def test_parts_with_their_own_numbers_pass():
-    for evidence in (drew(healthy(), MIDDLE), drew(healthy(mesh=HSDP), MIDDLE, HEAD)):
-        assert (verdict(ID, evidence).status, verdict(ID, evidence).findings) == ("passed", ())
+EIGHT = {MIDDLE: (8, 4)}
 
 
-def test_parts_drawn_from_one_seed_are_a_finding():
-    assert findings_of(verdict(ID, one_seed(drew(healthy(), MIDDLE)))) == [(MIDDLE, (0, 1), *SAME)]
-
-
-def test_only_the_ranks_with_equal_parts_are_named():
-    evidence = one_seed(drew(healthy(parameters={MIDDLE: (8, 4)}, world=4), MIDDLE), ranks=[1, 3])
-    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (1, 3), *SAME)]
-
-
-def test_the_replicas_of_equal_parts_are_named_too():
-    evidence = one_seed(drew(healthy(mesh=HSDP, parameters={MIDDLE: (8, 4)}), MIDDLE))
-    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (0, 1, 2, 3), *SAME)]
+@pytest.mark.parametrize(
+    ("evidence", "ranks"),
+    [
+        (drew(healthy(), MIDDLE), (0, 1)),
+        (drew(healthy(4, parameters=EIGHT), MIDDLE), (1, 3)),
+        (drew(healthy(mesh=HSDP, parameters=EIGHT), MIDDLE), (0, 1, 2, 3)),
+    ],
+)
+def test_parts_drawn_from_one_seed_are_a_finding(evidence, ranks):
+    assert (verdict(ID, evidence).status, verdict(ID, evidence).findings) == ("passed", ())
+    assert findings_of(verdict(ID, one_seed(evidence, ranks=ranks))) == [(MIDDLE, ranks, *SAME)]
 
 
 def test_parts_of_different_sizes_are_compared_by_their_first_elements():
@@ -148,53 +145,64 @@ def test_tensors_may_be_equal_where_the_reference_copies_them_or_ties_them():
 
 def test_a_constant_is_not_a_draw():
     zeros = spread("zeros", 0.0, distinct=1, surprise=0.0)
-    evidence = redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="zeros"), MIDDLE, own=zeros)
-    assert (verdict(ID, evidence).status, verdict(ID, evidence).reason) == (
-        "skipped",
-        f"every drawn weight is constant (first: {MIDDLE})",
-    )
+    found = verdict(ID, redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="zeros"), MIDDLE, own=zeros))
+    assert (found.status, found.reason) == ("skipped", f"every drawn weight is constant (first: {MIDDLE})")
     both = redraw(drew(change(healthy(), MIDDLE, digest="zeros"), MIDDLE, HEAD), MIDDLE, own=zeros)
     assert verdict(ID, both).status == "passed"
 
 
-def test_few_elements_may_be_equal_by_chance():
-    few = spread("two numbers", elements=4, distinct=2, surprise=2.8, head="")
-    evidence = redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="two numbers"), MIDDLE, own=few)
+ZEROS = spread("zeros", 0.0, distinct=1, surprise=0.0)
+FEW = spread("two numbers", elements=4, distinct=2, surprise=2.8, head="")
+ALIKE = f"{MIDDLE} is alike on ranks 0, 1, but"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (
+            redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=None),
+            f"{ALIKE} the reference does not draw it; and 1 more",
+        ),
+        (redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=ZEROS), f"{ALIKE} the reference does not draw it"),
+        (
+            redraw(change(drew(healthy(), MIDDLE), MIDDLE, digest="two numbers"), MIDDLE, own=FEW),
+            f"{ALIKE} so few elements may be equal by chance",
+        ),
+        (
+            one_seed(drew(healthy(), MIDDLE, by_dtensor=True)),
+            "on the CPU torch gives each rank the same numbers for its part; judge this on GPUs",
+        ),
+    ],
+    ids=["no values", "zeros in the reference", "few elements", "DTensor"],
+)
+def test_parts_that_may_be_equal_are_partly_checked(evidence, reason):
     found = verdict(ID, evidence)
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert f"{MIDDLE} is alike on ranks 0, 1, but so few elements may be equal by chance" in found.reason
+    assert reason in found.reason
 
 
-def test_dtensor_draws_are_judged_on_gpus_only():
+def test_dtensor_draws_are_judged_on_gpus():
     evidence = one_seed(drew(healthy(), MIDDLE, by_dtensor=True))
-    found = verdict(ID, evidence)
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert "on the CPU torch gives each rank the same numbers for its part; judge this on GPUs" in found.reason
     on_gpus = replace(evidence, world=replace(evidence.world, device_type="cuda", backend="nccl"))
     assert verdict(ID, on_gpus).status == "failed"
 
 
-def test_without_the_references_values_nothing_tells_whether_parts_should_be_equal():
-    evidence = redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=None)
-    found = verdict(ID, evidence)
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it; and 1 more" in found.reason
+def with_spread(factor: float) -> Evidence:
+    evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", factor))
+    return redraw(evidence, MIDDLE, [1], own=spread("second half", factor))
 
 
 def test_the_spread_of_a_shards_fan_is_a_finding():
-    evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", 2**0.5))
-    evidence = redraw(evidence, MIDDLE, [1], own=spread("second half", 2**0.5))
     detail = "standard deviation 1.41 instead of 1: 1.41 times, as the shard with shape (64, 16) gives it instead of "
     actual = "the spread of a draw as large as the shard"
     expected = "that of the reference's draw"
-    assert findings_of(verdict(ID, evidence)) == [(MIDDLE, (0, 1), actual, expected, f"{detail}(64, 32)")]
+    found = verdict(ID, with_spread(2**0.5))
+    assert findings_of(found) == [(MIDDLE, (0, 1), actual, expected, f"{detail}(64, 32)")]
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.5, 0.9, 1.0, 1.25, 1.7, 2.5])
 def test_another_spread_than_a_shards_is_the_authors_choice(factor):
-    evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", factor))
-    evidence = redraw(evidence, MIDDLE, [1], own=spread("second half", factor))
-    assert verdict(ID, evidence).status == "passed"
+    assert verdict(ID, with_spread(factor)).status == "passed"
 
 
 def test_other_tails_are_another_distribution():
@@ -205,12 +213,6 @@ def test_other_tails_are_another_distribution():
         trained = spread(f"part {rank}", fourth=5.0)
         evidence = redraw(evidence, MIDDLE, [rank], own=own, reference=trained)
     assert verdict(ID, evidence).status == "passed"
-
-
-def test_a_reference_of_zeros_shows_no_structure():
-    zeros = spread("zeros", 0.0, distinct=1, surprise=0.0)
-    found = verdict(ID, redraw(one_seed(drew(healthy(), MIDDLE)), MIDDLE, reference=zeros))
-    assert f"{MIDDLE} is alike on ranks 0, 1, but the reference does not draw it" in found.reason
 
 
 def test_too_few_elements_to_compare_the_spread_are_said():
@@ -253,9 +255,6 @@ def test_replicas_that_drew_differently_are_left_to_replicas_equal():
     assert (found.findings, found.unjudged) == ((), {"replicas_equal": (MIDDLE,)})
 
 
-def test_what_was_not_observed_is_said():
-    assert verdict(ID, healthy()).reason == "Subject(drawn=...) is not declared"
-    whole = drew(place(healthy(), MIDDLE, {}), MIDDLE)
-    assert verdict(ID, whole).status == "skipped"
-    assert verdict(ID, undeclared(healthy(), "draws", why="rank 1 died", error=True)).status == "error"
+def test_a_drawn_weight_that_every_rank_holds_whole_has_no_parts():
+    assert verdict(ID, drew(place(healthy(), MIDDLE, {}), MIDDLE)).status == "skipped"
     assert DrawnTensor(MIDDLE, spread("a")).reference is None

@@ -49,17 +49,14 @@ def test_right_parts_pass(world):
     assert verdict(EXPORTS, assembled(healthy(world))).status == "passed"
 
 
-def test_a_part_with_other_values_on_one_rank():
-    found = verdict(EXPORTS, assembled(healthy(), on(1)))
-    assert findings_of(found) == [(MIDDLE, (1,), "different values in the exported part", "the reference's", NUMBERS)]
+@pytest.mark.parametrize(("world", "ranks"), [(2, (1,)), (4, (0, 1, 2, 3))])
+def test_a_part_with_other_values_is_one_finding(world, ranks):
+    found = verdict(EXPORTS, assembled(healthy(world), on(*ranks)))
+    assert findings_of(found) == [(MIDDLE, ranks, "different values in the exported part", "the reference's", NUMBERS)]
     assert found.findings[0].cause == (
         "state_dict() or a state-dict hook returns the blocks in another order or transposed, a copy that is not "
         "current, or the part of another rank"
     )
-
-
-def test_parts_with_other_values_on_all_ranks_are_one_finding():
-    assert [f.ranks for f in verdict(EXPORTS, assembled(healthy(4), on(0, 1, 2, 3))).findings] == [(0, 1, 2, 3)]
 
 
 def test_a_part_of_another_shape():
@@ -82,14 +79,9 @@ def test_a_part_that_rounds():
 
 
 def test_elements_that_no_rank_exports():
-    evidence = assembled(healthy(), absent=12, index=(3, 0), lacking=(1,))
-    found = verdict(EXPORTS, evidence)
-    assert findings_of(found) == [
-        (
-            *(MIDDLE, (1,), "this part is in no rank's state dict", "exported"),
-            "12 of 24 elements, first at [3, 0]",
-        )
-    ]
+    found = verdict(EXPORTS, assembled(healthy(), absent=12, index=(3, 0), lacking=(1,)))
+    detail = "12 of 24 elements, first at [3, 0]"
+    assert findings_of(found) == [(MIDDLE, (1,), "this part is in no rank's state dict", "exported", detail)]
     assert found.findings[0].cause == (
         "state_dict() leaves the tensor out on these ranks, as if another rank had gathered it"
     )
@@ -97,38 +89,27 @@ def test_elements_that_no_rank_exports():
 
 def test_elements_that_ranks_export_with_different_values():
     """Of drawn weights, the second load has others than the reference, so only ranks can be compared."""
-    evidence = assembled(healthy(4), on(*range(4)), diverging=(2,), before=(0,))
-    drawn = declare(evidence, drawn=(MIDDLE,))
-    (finding,) = verdict(EXPORTS, drawn).findings
-    assert (finding.tensor, finding.ranks) == (MIDDLE, (2,))
-    assert (
-        finding.actual == "values in the state dict that differ from those of rank 0, which exports the same elements"
-    )
-    assert finding.expected == ""
+    differing = "values in the state dict that differ from those of"
+    drawn = declare(assembled(healthy(4), on(*range(4)), diverging=(2,), before=(0,)), drawn=(MIDDLE,))
+    assert findings_of(verdict(EXPORTS, drawn)) == [
+        (MIDDLE, (2,), f"{differing} rank 0, which exports the same elements", "", "")
+    ]
     several = assembled(healthy(4), diverging=(2, 3), before=(0, 1))
     assert [(f.ranks, f.actual) for f in verdict(EXPORTS, several).findings] == [
-        ((2, 3), "values in the state dict that differ from those of ranks 0, 1, which export the same elements")
+        ((2, 3), f"{differing} ranks 0, 1, which export the same elements")
     ]
+    # A rank with wrong values is not reported again because others differ.
+    wrong = assembled(healthy(4), on(2), diverging=(2,), before=(0,))
+    assert [f.actual for f in verdict(EXPORTS, wrong).findings] == ["different values in the exported part"]
 
 
-def test_a_rank_with_wrong_values_is_not_reported_again_because_others_differ():
-    evidence = assembled(healthy(4), on(2), diverging=(2,), before=(0,))
-    assert [f.actual for f in verdict(EXPORTS, evidence).findings] == ["different values in the exported part"]
-
-
-def test_a_tensor_that_the_model_has_wrong_already_is_left_out():
+def test_parts_that_are_not_compared():
     found = verdict(EXPORTS, assembled(differ(healthy(), MIDDLE), on(0, 1)))
     assert (found.status, found.reason) == ("skipped", left_out("params_equal_reference", MIDDLE))
-
-
-def test_values_are_not_compared_with_an_unreproducible_reference():
-    evidence = with_reference(assembled(healthy(), on(1)), unstable=(MIDDLE,))
-    assert verdict(EXPORTS, evidence).status == "passed"
-
-
-def test_a_tensor_that_the_reference_lacks_has_no_comparison():
-    evidence = assembled(healthy(), on(0, 1, comparison=None))
-    assert verdict(EXPORTS, evidence).findings == ()
+    unreproducible = with_reference(assembled(healthy(), on(1)), unstable=(MIDDLE,))
+    assert verdict(EXPORTS, unreproducible).status == "passed"
+    lacking = assembled(healthy(), on(0, 1, comparison=None))
+    assert verdict(EXPORTS, lacking).findings == ()
 
 
 def test_evidence_survives_storage_and_older_evidence_has_no_parts():

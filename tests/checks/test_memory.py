@@ -22,7 +22,6 @@ from tests.checks.evidence_factory import (
     left_out,
     on_ranks,
     place,
-    undeclared,
     verdict,
 )
 
@@ -59,9 +58,8 @@ def kept(evidence, name, size, ranks=None):
         kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 2 * 1024 * WIDTH),  # padded by FSDP2, empty on the last
         kept(stored(parameters={**BIG, "s.weight": (2, 2)}), "s.weight", 512),  # alignment
         kept(stored(), ROTARY, 10**6),  # a buffer that is a view of a larger table
-        kept(
-            place(stored(), "a.weight", {}, shape=(4, 4)), "a.weight", 10**6
-        ),  # not sharded: reported by nothing_left_unsharded
+        kept(place(stored(), "a.weight", {}, shape=(4, 4)), "a.weight", 10**6),  # nothing_left_unsharded reports it
+        change(kept(stored(), "a.weight", 4096 * 16 * WIDTH), "a.weight", sharded_by="megatron-fsdp"),  # flat, padded
     ],
 )
 def test_shards_that_explain_their_storage_pass(evidence):
@@ -92,14 +90,11 @@ def test_small_excesses_of_many_shards_add_up():
     )
 
 
-def test_the_padding_of_flat_buffers_is_not_judged():
-    evidence = kept(stored(), "a.weight", 4096 * 16 * WIDTH)
-    assert verdict(KEPT, change(evidence, "a.weight", sharded_by="megatron-fsdp")).status == "passed"
-
-
 def test_a_full_storage_on_one_rank():
     found = verdict(KEPT, kept(stored(4), "b.weight", 2048 * 16 * WIDTH, [2]))
     assert [(finding.tensor, finding.ranks) for finding in found.findings] == [("b.weight", (2,))]
+    empty_shard = kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 5 * 1024 * WIDTH, [3])
+    assert [(f.ranks, f.expected) for f in verdict(KEPT, empty_shard).findings] == [((3,), f"{2 * 1024 * WIDTH} bytes")]
 
 
 def test_a_flat_buffer_of_several_shards():
@@ -117,11 +112,6 @@ def test_a_flat_buffer_of_several_shards():
     }
 
 
-def test_an_empty_shard_of_a_full_storage():
-    evidence = kept(stored(4, {"a.weight": (5, 1024)}), "a.weight", 5 * 1024 * WIDTH, [3])
-    assert [(f.ranks, f.expected) for f in verdict(KEPT, evidence).findings] == [((3,), f"{2 * 1024 * WIDTH} bytes")]
-
-
 @pytest.mark.parametrize("evidence", [stored(1), empty(), stored(mesh={"dp_replicate": 2})])
 def test_a_model_without_sharded_parameters(evidence):
     found = verdict(KEPT, evidence)
@@ -132,7 +122,6 @@ def test_a_tensor_that_differs_between_ranks_is_not_judged_again():
     evidence = change(kept(stored(), "a.weight", 10**7), "a.weight", [1], dtype="bfloat16")
     found = verdict(KEPT, evidence)
     assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", "a.weight"))
-    assert verdict(KEPT, undeclared(stored(), "inventory", why="not observed")).status == "skipped"
 
 
 ELEMENTS, LARGEST = WHOLE // WIDTH, 4096 * 16 * WIDTH
@@ -227,7 +216,6 @@ KEEPS = "every rank keeps nearly all of the model, so every rank has to hold it 
             replace(stored(2, {"a.weight": (1, 1)}), memory=(RankMemory(4, whole=1),) * 2),
             "the model has one or two large tensors or less than 2048 bytes, so reading it holds it whole",
         ),
-        (undeclared(stored(), "memory", why="not on this system"), "not on this system"),
     ],
 )
 def test_models_and_declarations_that_are_not_judged(evidence, reason):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts
+from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts, RankTraining
 from tests.checks.evidence_factory import (
     EMBEDDING,
     FROZEN,
@@ -21,6 +21,7 @@ from tests.checks.evidence_factory import (
     findings_of,
     healthy,
     on_runs,
+    on_some,
     place,
     remeasured,
     undeclared,
@@ -41,12 +42,12 @@ ALONE = "Subject(reference=...) is not declared"
 
 def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
     """Change the facts of one tensor after the steps."""
-    chosen = range(len(evidence.training)) if ranks is None else set(ranks)
-    runs = []
-    for rank, run in enumerate(evidence.training):
-        tensors = (replace(t, **facts) if t.name == name and rank in chosen else t for t in run.after.tensors)
-        runs.append(replace(run, after=replace(run.after, tensors=tuple(tensors))))
-    return replace(evidence, training=tuple(runs))
+
+    def edit(run: RankTraining) -> RankTraining:
+        tensors = tuple(replace(t, **facts) if t.name == name else t for t in run.after.tensors)
+        return replace(run, after=replace(run.after, tensors=tensors))
+
+    return replace(evidence, training=on_some(evidence.training, ranks, edit))
 
 
 def held(evidence: Evidence, ranks=None, others: tuple[tuple[str, bool], ...] = (), **counts: int) -> Evidence:
@@ -68,18 +69,6 @@ def untrained(evidence: Evidence, optimizer: OptimizerFacts | None) -> Evidence:
     return undeclared(replace(evidence, inventory=inventory), "training", why="Subject(batch=...) is not declared")
 
 
-@pytest.mark.parametrize("check", [OWNS, STAY, MOVES, UPDATES, TIED])
-@pytest.mark.parametrize("evidence", [healthy(1), healthy(2), healthy(4), healthy(mesh=HYBRID)])
-def test_healthy_evidence_passes(check, evidence):
-    assert verdict(check, evidence).status == "passed"
-
-
-@pytest.mark.parametrize("check", [OWNS, STAY, MOVES, TIED])
-def test_checks_that_need_no_reference_pass_without_one(check):
-    evidence = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
-    assert verdict(check, evidence).status == "passed"
-
-
 @pytest.mark.parametrize(
     ("check", "reason"),
     [
@@ -93,12 +82,6 @@ def test_checks_that_need_no_reference_pass_without_one(check):
 def test_a_model_without_tensors(check, reason):
     found = verdict(check, on_runs(empty(), None, optimizer=None, movements=()))
     assert (found.status, found.reason) == ("skipped", reason)
-
-
-@pytest.mark.parametrize("check", [STAY, MOVES, REPLICAS, TIED, UPDATES])
-def test_without_a_batch_nothing_is_trained(check):
-    found = verdict(check, undeclared(healthy(), "training", why="Subject(batch=...) is not declared"))
-    assert (found.status, found.reason) == ("skipped", "Subject(batch=...) is not declared")
 
 
 def test_parameters_that_the_optimizer_does_not_hold():
@@ -122,10 +105,10 @@ def test_a_built_optimizer_is_judged_without_training():
     assert verdict(OWNS, untrained(healthy(), usual)).status == "passed"
     found = verdict(OWNS, untrained(healthy(), replace(usual, held=usual.held | {MIDDLE: 0})))
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
-    found = verdict(OWNS, untrained(healthy(), None))
-    assert found.reason == "Subject(optimizer=...) is a callable and was not called: nothing was trained"
-    failed = undeclared(untrained(healthy(), None), "training", why="rank 1 raised ValueError: no step", error=True)
-    found = verdict(OWNS, failed)
+    unknown = untrained(healthy(), None)
+    reason = "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    assert verdict(OWNS, unknown).reason == reason
+    found = verdict(OWNS, undeclared(unknown, "training", why="rank 1 raised ValueError: no step", error=True))
     assert (found.status, found.reason) == (
         "skipped",
         "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded (rank 1 raised "
@@ -134,16 +117,9 @@ def test_a_built_optimizer_is_judged_without_training():
 
 
 def test_the_default_optimizer_is_not_judged():
-    found = verdict(OWNS, declare(replace(healthy(), subject=replace(healthy().subject, declared=frozenset()))))
-    assert (found.status, found.reason) == (
-        "skipped",
-        "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters",
-    )
-
-
-def test_holding_one_of_two_tied_names_is_enough():
-    evidence = unmoved(held(healthy(), head=0), HEAD)
-    assert verdict(OWNS, evidence).status == "passed"
+    found = verdict(OWNS, declare(healthy(), declared=frozenset()))
+    reason = "Subject(optimizer=...) is not declared, so the plugin built one itself, over the trainable parameters"
+    assert (found.status, found.reason) == ("skipped", reason)
 
 
 def test_frozen_and_repeated_parameters_in_the_groups():
@@ -152,21 +128,17 @@ def test_frozen_and_repeated_parameters_in_the_groups():
         (MIDDLE, (1,), "listed 2 times in the parameter groups of SGD", "listed once", ""),
         (FROZEN, (0, 1), "frozen and in a parameter group of SGD", "in none", ""),
     ]
-
-
-def test_a_parameter_that_was_trained_before_it_was_frozen_may_stay_in_its_group():
-    evidence = held(healthy(), verifier=1)
-    ranks = [replace(run.optimizer, stepped=frozenset({FROZEN})) for run in evidence.training]
-    runs = tuple(replace(run, optimizer=one) for run, one in zip(evidence.training, ranks, strict=True))
-    assert verdict(OWNS, replace(evidence, training=runs)).status == "passed"
+    # One that was trained before it was frozen may stay, and one of two tied names is enough.
+    frozen = held(healthy(), verifier=1)
+    stepped = replace(frozen.training[0].optimizer, stepped=frozenset({FROZEN}))
+    assert verdict(OWNS, on_runs(frozen, None, optimizer=stepped)).status == "passed"
+    assert verdict(OWNS, unmoved(held(healthy(), head=0), HEAD)).status == "passed"
 
 
 def test_an_optimizer_that_also_holds_old_parameters():
     found = verdict(OWNS, held(healthy(), others=(("float32", True), ("float32", False))))
-    assert findings_of(found) == [
-        *[(None, (0, 1), "SGD holds 1 parameter without storage, not registered by the model",
-           "", "")],
-    ]  # fmt: skip
+    actual = "SGD holds 1 parameter without storage, not registered by the model"
+    assert findings_of(found) == [(None, (0, 1), actual, "", "")]
     # They may belong to a loss with its own parameters.
     assert verdict(OWNS, held(healthy(), others=(("float32", False),))).status == "passed"
 
@@ -193,13 +165,9 @@ def test_an_unreadable_tensor_is_not_reported_as_changed():
 
 
 def still(evidence: Evidence, name: str, due: int, count: int, ranks=None, first: int | None = 3) -> Evidence:
-    chosen = range(len(evidence.training)) if ranks is None else set(ranks)
-    runs = (
-        replace(run, movements=tuple(Movement(name, due, count, first) if m.name == name else m for m in run.movements))
-        if rank in chosen else run
-        for rank, run in enumerate(evidence.training)
-    )  # fmt: skip
-    return replace(evidence, training=tuple(runs))
+    own = evidence.training[0].movements
+    movements = tuple(Movement(name, due, count, first) if m.name == name else m for m in own)
+    return on_runs(evidence, ranks, movements=movements)
 
 
 def test_a_shard_that_does_not_move():
@@ -235,22 +203,16 @@ def test_a_cause_that_keeps_a_tensor_from_moving_is_reported_once(evidence, by):
     assert (found.status, found.unjudged) == ("skipped", {by: (MIDDLE,)})
 
 
-def test_replicas():
-    assert verdict(REPLICAS, healthy(2)).reason.startswith("no parameter is replicated")
-    assert verdict(REPLICAS, healthy(1)).reason.startswith("no parameter is replicated")
-    assert verdict(REPLICAS, healthy(mesh=HYBRID)).status == "passed"
-    assert verdict(REPLICAS, place(healthy(2), MIDDLE, {}, shape=(6, 4))).status == "passed"
-
-
 def test_replicas_that_drift_apart():
-    found = verdict(REPLICAS, after(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="other"))
+    hybrid = healthy(mesh=HYBRID)
+    found = verdict(REPLICAS, after(hybrid, MIDDLE, [2, 3], digest="other"))
     actual = "differs from its replicas after 3 steps"
     assert findings_of(found) == [(MIDDLE, (2, 3), actual, "bit-identical", "rank 2 differs from rank 0")]
-
-
-def test_tensors_that_differ_before_the_steps_are_not_replicas():
-    evidence = change(healthy(mesh=HYBRID), MIDDLE, [2, 3], digest="experts of another rank")
-    assert verdict(REPLICAS, after(evidence, MIDDLE, [2, 3], digest="other")).status == "passed"
+    # Tensors that differ before the steps are not replicas.
+    apart = change(hybrid, MIDDLE, [2, 3], digest="experts of another rank")
+    assert verdict(REPLICAS, after(apart, MIDDLE, [2, 3], digest="other")).status == "passed"
+    assert verdict(REPLICAS, place(healthy(2), MIDDLE, {}, shape=(6, 4))).status == "passed"
+    assert verdict(REPLICAS, healthy(2)).reason.startswith("no parameter is replicated")
 
 
 def with_settings(evidence, ours, theirs):
@@ -331,16 +293,19 @@ def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
 
 
 def test_only_the_farthest_updates_are_reported():
-    evidence = remeasured(
-        remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING, 0.9, observed="parameters"
-    )
-    assert [finding.tensor for finding in verdict(UPDATES, evidence).findings] == [MIDDLE]
+    wrong = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
+    both = remeasured(wrong, EMBEDDING, 0.9, observed="parameters")
+    assert [finding.tensor for finding in verdict(UPDATES, both).findings] == [MIDDLE]
+    rounding = with_reference(wrong, gradients={**wrong.reference.gradients, MIDDLE: 1e-7})
+    assert verdict(UPDATES, rounding).status == "passed"
 
 
-def test_updates_that_are_only_rounding_are_not_compared():
-    evidence = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
-    evidence = with_reference(evidence, gradients={**evidence.reference.gradients, MIDDLE: 1e-7})
-    assert verdict(UPDATES, evidence).status == "passed"
+def test_wrong_parameters_explain_wrong_updates_and_those_the_losses():
+    wrong = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
+    found = verdict(UPDATES, differ(wrong, EMBEDDING))
+    assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
+    found = verdict("loss_parity", on_runs(wrong, None, losses=(2.0, 1.75, 1.5)))
+    assert (found.status, "findings of update_parity explain" in found.reason) == ("skipped", True)
 
 
 @pytest.mark.parametrize("ranks", [None, [1]])
@@ -351,11 +316,6 @@ def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
         "ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
         "called in a world of 1 for the reference"
     )
-
-
-def test_wrong_parameters_explain_wrong_updates():
-    found = verdict(UPDATES, differ(remeasured(healthy(), MIDDLE, 0.1, observed="parameters"), EMBEDDING))
-    assert (found.status, "findings of params_equal_reference explain" in found.reason) == ("skipped", True)
 
 
 def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
@@ -371,12 +331,6 @@ def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
     )
 
 
-def test_losses_that_follow_from_updates():
-    evidence = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
-    found = verdict("loss_parity", on_runs(evidence, None, losses=(2.0, 1.75, 1.5)))
-    assert (found.status, "findings of update_parity explain" in found.reason) == ("skipped", True)
-
-
 def test_a_tie_that_breaks():
     broken = after(healthy(), HEAD, storage="memory of its own", identity=-1)
     actual = "does not share storage with head.weight after 3 steps"
@@ -385,13 +339,9 @@ def test_a_tie_that_breaks():
     assert verdict(TIED, same).findings[0].detail == "values are still equal"
     one = after(healthy(4), HEAD, [2], storage="memory of its own", identity=-1)
     assert verdict(TIED, one).findings[0].ranks == (2,)
-
-
-def test_an_undeclared_tie_is_found_in_the_model():
-    alone = undeclared(healthy(), "reference", "values", "verifier", why=ALONE)
-    assert verdict(TIED, alone).status == "passed"
-    broken = after(alone, HEAD, storage="memory of its own", identity=-1)
-    assert [finding.tensor for finding in verdict(TIED, broken).findings] == [EMBEDDING]
+    # A tie that nobody declares is found in the model.
+    alone = undeclared(broken, "reference", "values", "verifier", why=ALONE)
+    assert [finding.tensor for finding in verdict(TIED, alone).findings] == [EMBEDDING]
 
 
 def test_a_tie_missing_from_the_start_is_reported_once():
@@ -402,9 +352,9 @@ def test_a_tie_missing_from_the_start_is_reported_once():
     assert verdict(TIED, change_reference(evidence, HEAD, **apart)).reason.startswith("no weights are tied")
 
 
-def unreached(*names, evidence=None):
+def unreached(*names):
     """Return evidence in which these parameters have no gradient on any rank, and none in the reference."""
-    found = evidence or healthy()
+    found = healthy()
     sizes = {name: size for name, size in found.reference.gradients.items() if name not in names}
     runs = tuple(
         replace(run, without_gradient=names, movements=tuple(m for m in run.movements if m.name not in names))
@@ -413,75 +363,67 @@ def unreached(*names, evidence=None):
     return replace(found, reference=replace(found.reference, gradients=sizes), training=runs)
 
 
+TRAINABLE = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
+
+
 def test_a_loss_that_does_not_reach_most_of_the_model():
-    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
-    [found] = verdict(MOVES, unreached(*every[:-1])).findings
-    assert found.actual == f"{len(every) - 1} of {len(every)} trainable parameters get no gradient"
+    [found] = verdict(MOVES, unreached(*TRAINABLE[:-1])).findings
+    assert found.actual == f"{len(TRAINABLE) - 1} of {len(TRAINABLE)} trainable parameters get no gradient"
     assert found.cause.startswith("the loss does not depend on them: an output is detached")
-    [found] = verdict(MOVES, unreached(*every)).findings
-    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+    every = unreached(*TRAINABLE)
+    idle = replace(every, reference=replace(every.reference, idle=TRAINABLE))  # a model that does not run at all
+    for evidence in (every, idle):
+        [found] = verdict(MOVES, evidence).findings
+        assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (unreached(MIDDLE), "the loss gives layers.0.weight no gradient, in the reference neither"),
+        (
+            undeclared(unreached(*TRAINABLE[:-1]), "reference", why="not declared"),
+            "no gradient; freeze what is not trained",
+        ),
+    ],
+    ids=["without a use", "no reference"],
+)
+def test_no_gradient_that_is_no_finding(evidence, reason):
+    found = verdict(MOVES, evidence)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert reason in found.reason
 
 
 def test_modules_that_the_batch_does_not_use_are_no_defect():
     """Most of a multimodal model gets no gradient from a batch of text alone."""
-    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
-    text_only = unreached(*every[:-1])
-    text_only = replace(text_only, reference=replace(text_only.reference, idle=every[:-1]))
+    text_only = unreached(*TRAINABLE[:-1])
+    text_only = replace(text_only, reference=replace(text_only.reference, idle=TRAINABLE[:-1]))
     found = verdict(MOVES, text_only)
     assert (found.status, found.findings, found.why) == ("skipped", (), "partly checked")
-    assert f"the batch does not use {every[0]} and {len(every) - 2} more: these modules ran neither" in found.reason
-    functional = replace(text_only, reference=replace(text_only.reference, idle=every[1:-1]))
+    unused = f"the batch does not use {TRAINABLE[0]} and {len(TRAINABLE) - 2} more: these modules ran neither"
+    assert unused in found.reason
+    functional = replace(text_only, reference=replace(text_only.reference, idle=TRAINABLE[1:-1]))
     assert verdict(MOVES, functional).reason.endswith(
-        f"the loss gives {every[0]} no gradient, in the reference neither; freeze what is not trained"
+        f"the loss gives {TRAINABLE[0]} no gradient, in the reference neither; freeze what is not trained"
     )
 
 
-def test_a_model_that_does_not_run_at_all():
-    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
-    unused = unreached(*every)
-    [found] = verdict(MOVES, replace(unused, reference=replace(unused.reference, idle=every))).findings
-    assert found.cause.startswith("the loss does not depend on the parameters: it is constant")
-
-
-def test_without_a_reference_no_gradient_is_no_finding():
-    every = tuple(t.name for t in healthy().inventory[0].tensors if t.requires_grad)
-    found = verdict(MOVES, undeclared(unreached(*every[:-1]), "reference", why="not declared"))
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert "no gradient; freeze what is not trained" in found.reason
-
-
-def test_a_parameter_without_a_use_is_left_out():
-    found = verdict(MOVES, unreached(MIDDLE))
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert "the loss gives layers.0.weight no gradient, in the reference neither" in found.reason
-
-
-@pytest.mark.parametrize("reference", [True, False])
-def test_losses_that_are_not_finite_are_no_movement(reference):
-    found = healthy()
-    runs = tuple(replace(run, losses=(1.0, math.nan)) for run in found.training)
-    found = (
-        replace(found, training=runs)
-        if reference
-        else undeclared(replace(found, training=runs), "reference", why="not declared")
-    )
-    judged = verdict(MOVES, found)
-    assert judged.status == ("skipped" if reference else "error")
-    assert judged.reason.startswith("the losses are not finite (1.000000, nan)")
+@pytest.mark.parametrize(("reference", "status"), [(True, "skipped"), (False, "error")])
+def test_losses_that_are_not_finite_are_no_movement(reference, status):
+    evidence = on_runs(healthy(), None, losses=(1.0, math.nan))
+    found = verdict(MOVES, evidence if reference else undeclared(evidence, "reference", why="not declared"))
+    assert found.status == status
+    assert found.reason.startswith("the losses are not finite (1.000000, nan)")
 
 
 def test_updates_that_rounding_swallows():
-    found = verdict(MOVES, on_runs(healthy(), None, swallowed=(MIDDLE,)))
+    evidence = on_runs(healthy(), None, swallowed=(MIDDLE,))
+    found = verdict(MOVES, evidence)
     assert findings_of(found) == [
         (MIDDLE, (0, 1), "no element changed in 3 steps: each update is rounded away in float32", "trained", "")
     ]
     assert found.findings[0].cause.startswith("each update is smaller than half a unit in the last place")
-    # One rank moved its shard, so the learning rate is not too small.
+    # One rank moved its shard, so the learning rate is not too small; and the plugin's own is not judged.
     assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
-
-
-def test_the_plugins_own_learning_rate_is_not_judged():
-    evidence = on_runs(healthy(), None, swallowed=(MIDDLE,))
-    declared = evidence.subject.declared - {"optimizer"}
-    evidence = replace(evidence, subject=replace(evidence.subject, declared=declared))
-    assert verdict(MOVES, evidence).findings == ()
+    own = declare(evidence, declared=evidence.subject.declared - {"optimizer"})
+    assert verdict(MOVES, own).findings == ()

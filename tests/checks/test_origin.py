@@ -75,14 +75,6 @@ def test_right_traces_have_no_place():
     assert describe_origin(both({})) == describe_origin(None) == describe_origin(()) == ""
 
 
-def test_the_module_whose_inputs_agree_and_whose_output_departs():
-    place = find_place(both(since(("output", "block.mlp"))))
-    assert place == Place("block.mlp", "forward", (0, 1), 0.1, NOISE, how=(None, None))
-    assert describe_origin(both(since(("output", "block.mlp")))) == (
-        "block.mlp (Kind6, models.py:60), forward, ranks 0, 1: the inputs agree, the output is off by 0.1 (noise 1e-07)"
-    )
-
-
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
@@ -147,18 +139,35 @@ def test_a_later_step_has_a_place_of_its_own():
     )
 
 
-def test_between_two_modules():
-    assert describe_origin(both(since(("input", "block.attn.o")))) == (
-        "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the output of block.attn.q agrees, the input of "
-        "block.attn.o is off by 0.1 (noise 1e-07)"
-    )
+def test_the_module_whose_inputs_agree_and_whose_output_departs():
+    place = find_place(both(since(("output", "block.mlp"))))
+    assert place == Place("block.mlp", "forward", (0, 1), 0.1, NOISE, how=(None, None))
+    alone = find_place([trace(since(("output", "embed")))])
+    assert alone == Place("embed", "forward", (0,), 0.1, NOISE, how=(None,))
 
 
-def test_in_the_models_own_forward():
-    assert describe_origin(both(since(("input", "block")))) == (
-        "the model (Kind0, models.py:0), forward, ranks 0, 1: the output of embed agrees, the input of block is off by "
-        "0.1 (noise 1e-07)"
-    )
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            ("output", "block.mlp"),
+            "block.mlp (Kind6, models.py:60), forward, ranks 0, 1: the inputs agree, the output is off by 0.1",
+        ),
+        (
+            ("input", "block.attn.o"),
+            "block.attn (Kind3, models.py:30), forward, ranks 0, 1: the output of block.attn.q agrees, the input of "
+            "block.attn.o is off by 0.1",
+        ),
+        (
+            ("input", "block"),
+            "the model (Kind0, models.py:0), forward, ranks 0, 1: the output of embed agrees, the input of block is "
+            "off by 0.1",
+        ),
+    ],
+    ids=["in a module", "between two modules", "in the model's own forward"],
+)
+def test_where_it_starts_in_the_forward(first, said):
+    assert describe_origin(both(since(first))) == f"{said} (noise 1e-07)"
 
 
 def test_in_the_backward():
@@ -196,13 +205,9 @@ def test_the_class_of_the_reference_is_named_if_it_is_another():
 def test_ranks_are_merged():
     """What only one rank can see counts, and the ranks are those where it starts."""
     off = since(("output", "block.mlp"))
-    place = find_place([trace({}, (0, 2)), trace(off, (1, 2))])
-    assert place is not None
-    assert (place.module, place.ranks) == ("block.mlp", (1,))
+    assert named([trace({}, (0, 2)), trace(off, (1, 2))]) == ("block.mlp", (1,))
     # Rank 1 departs earlier than rank 0 does.
-    place = find_place([trace(off, (0, 2)), trace(since(("output", "embed")), (1, 2))])
-    assert place is not None
-    assert (place.module, place.ranks) == ("embed", (1,))
+    assert named([trace(off, (0, 2)), trace(since(("output", "embed")), (1, 2))]) == ("embed", (1,))
 
 
 @pytest.mark.parametrize(
@@ -270,12 +275,17 @@ def test_an_argument_that_is_handed_on_starts_where_the_reference_does_not_get_i
     assert find_place(everywhere) is None  # nothing calls the model
 
 
-def test_a_call_that_gets_no_tensor_agrees():
-    off = since(("output", "embed"))
-    traces = [change(one, "input", "embed", compared=0) for one in both(off)]
+def named(traces: list[RankTrace]) -> tuple[str, tuple[int, ...]]:
+    """Return the module in which it starts, and its ranks."""
     place = find_place(traces)
     assert place is not None
-    assert place.module == "embed"
+    return place.module, place.ranks
+
+
+def test_a_call_that_gets_no_tensor_agrees():
+    off = since(("output", "embed"))
+    assert named([change(one, "input", "embed", compared=0) for one in both(off)])[0] == "embed"
+    assert named([trace(since(("output", "embed"), float("inf")))])[0] == "embed"
 
 
 def in_parts(sketches: list[tuple[float, ...]], off: dict[Call, float], **facts: object) -> list[RankTrace]:
@@ -288,24 +298,13 @@ def test_parts_of_a_sum_are_not_compared():
     """A row-parallel layer whose output is reduced later; the difference starts further down."""
     parts = [(1.0, -3.0, 1.5), (2.0, 2.0, 0.5)]
     assert find_place(in_parts(parts, {})) is None
-    place = find_place(in_parts(parts, since(("output", "block.mlp"))))
-    assert place is not None
-    assert place.module == "block.mlp"
+    assert named(in_parts(parts, since(("output", "block.mlp"))))[0] == "block.mlp"
     # The same tensor on both ranks, and one that adds up to nothing, are no parts.
     wrong = [(1.0, -3.0, 1.5)] * 2
-    place = find_place(in_parts(wrong, since(("output", "block.attn.o"), 0.7)))
-    assert place is not None
-    assert place.module == "block.attn.o"
-
-
-def test_summands_that_lack_what_others_add_are_not_compared():
-    """The bias is added after the reduction, so that not even the sum is the reference's output."""
-    parts = [(1.0, -3.0, 1.5), (1.0, 2.0, 0.1)]
-    traces = in_parts(parts, since(("output", "block.mlp")))
-    traces = [change(one, "input", "block.attn.o", split=True) for one in traces]
-    place = find_place(traces)
-    assert place is not None
-    assert place.module == "block.mlp"
+    assert named(in_parts(wrong, since(("output", "block.attn.o"), 0.7)))[0] == "block.attn.o"
+    # A bias may be added after the reduction, so that not even the sum is the reference's output.
+    lacking = in_parts([(1.0, -3.0, 1.5), (1.0, 2.0, 0.1)], since(("output", "block.mlp")))
+    assert named([change(one, "input", "block.attn.o", split=True) for one in lacking])[0] == "block.mlp"
 
 
 def handed(off: dict[Call, float], again: bool = False) -> list[RankTrace]:
@@ -338,17 +337,6 @@ def test_a_guessed_part_is_the_right_one_where_another_tensor_of_the_call_agrees
     off = {("input", "block.attn.o"): 0.1}
     assert find_place(handed(off)) is not None
     assert find_place([change(one, "input", "block.attn.o", split=True) for one in handed(off)]) is None
-
-
-def test_the_place_of_a_rank_alone():
-    place = find_place([trace(since(("output", "embed")))])
-    assert place == Place("embed", "forward", (0,), 0.1, NOISE, how=(None,))
-
-
-def test_infinite_differences():
-    place = find_place([trace(since(("output", "embed"), float("inf")))])
-    assert place is not None
-    assert place.module == "embed"
 
 
 def test_a_step_that_could_not_be_traced():

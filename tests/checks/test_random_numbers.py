@@ -41,11 +41,8 @@ def test_one_seed_for_different_rows():
     assert finding.actual == "draws the same random numbers for different rows"
     assert finding.detail == "bernoulli_ of 4x8 elements, first on ranks 0, 1"
     assert "seeded alike" in finding.cause
-
-
-def test_one_seed_for_the_shards_of_each_replica():
-    found = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0"))
-    [finding] = found.findings
+    # One seed for the shards of each replica.
+    [finding] = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0")).findings
     assert finding.ranks == (0, 2)
     assert finding.cause.startswith("the seed depends on some dimensions of the mesh")
 
@@ -79,32 +76,29 @@ def test_parts_of_a_sequence_need_other_numbers():
     [finding] = verdict(FOLLOW, alike).findings
     assert finding.actual == "draws the same random numbers for different tokens of their rows"
     assert verdict(FOLLOW, redrawn(alike, [1], state="seeded with 1")).status == "passed"
-
-
-def test_a_sequence_that_is_divided_within_tensor_parallel_ranks():
-    mesh = {"cp": 2, "tp": 2}
-    evidence = by_token(healthy(mesh=mesh))
-    [finding] = verdict(FOLLOW, evidence).findings
+    # They may be divided within tensor-parallel ranks.
+    [finding] = verdict(FOLLOW, by_token(healthy(mesh={"cp": 2, "tp": 2}))).findings
     assert finding.ranks == (0, 1, 2, 3)
     assert finding.detail.startswith("bernoulli_ of 4x8 elements, first on ranks 0, 2")
 
 
-def test_ranks_with_other_experts_may_draw_anything_for_one_activation():
-    found = verdict(FOLLOW, redrawn(healthy(mesh={"ep": 2}), [1], state="one number later"))
-    assert (found.status, found.findings) == ("skipped", ())
-
-
-def test_ranks_that_are_declared_to_have_the_same_rows_are_not_one_computation():
-    evidence = redrawn(healthy(), [1], operand="rows of slice 0")
+def of_the_same_rows(evidence: Evidence) -> Evidence:
     steps = tuple(replace(step, data_parallel=(0, 1)) for step in evidence.training_mode or ())
-    found = verdict(FOLLOW, replace(evidence, training_mode=steps))
-    assert (found.status, found.findings) == ("skipped", ())
+    return replace(evidence, training_mode=steps)
 
 
-@pytest.mark.parametrize("operand", ["", "a weight that all ranks hold"])
-def test_numbers_that_are_not_for_rows(operand):
-    """A module that is skipped at random has to be skipped on all ranks, whose collectives pair up."""
-    found = verdict(FOLLOW, redrawn(healthy(), operand=operand, **ONE_SEED))
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        redrawn(healthy(mesh={"ep": 2}), [1], state="one number later"),
+        of_the_same_rows(redrawn(healthy(), [1], operand="rows of slice 0")),
+        redrawn(healthy(), operand="", **ONE_SEED),
+        redrawn(healthy(), operand="a weight that all ranks hold", **ONE_SEED),
+    ],
+    ids=["other experts", "declared to have the same rows", "a module skipped on all ranks", "not for rows"],
+)
+def test_ranks_that_may_draw_anything(evidence):
+    found = verdict(FOLLOW, evidence)
     assert (found.status, found.findings) == ("skipped", ())
 
 
@@ -189,24 +183,16 @@ def test_only_generators_that_the_model_draws_from_are_judged():
     lost = with_random_state(healthy(), after="loaded on rank 0")
     found = verdict(RESUME, redrawn(lost, generator=OWN_GENERATOR))
     assert found.reason == "the model draws from a generator of its own, whose state only the model knows"
-    both = replace(
-        lost,
-        continued=tuple(replace(r, generators={**r.generators, "cuda": good}) for r, good in _with_cuda(lost)),
-        resumed=tuple(
-            replace(r, generators={**r.generators, "cuda": good})
-            for r, (_, good) in zip(lost.resumed or (), _with_cuda(lost), strict=True)
-        ),
-    )
-    assert verdict(RESUME, redrawn(both, generator="cuda")).status == "passed"
-    assert verdict(RESUME, both).status == "failed"
-
-
-def _with_cuda(evidence):
-    return [(rank, rank.generators["cpu"]) for rank in evidence.continued or ()]
-
-
-def test_a_save_that_is_not_declared():
-    assert verdict(RESUME, healthy()).why == "not declared"
+    cuda = [run.generators["cpu"] for run in lost.continued or ()]
+    both = {
+        name: tuple(
+            replace(run, generators={**run.generators, "cuda": state})
+            for run, state in zip(getattr(lost, name), cuda, strict=True)
+        )
+        for name in ("continued", "resumed")
+    }
+    assert verdict(RESUME, redrawn(replace(lost, **both), generator="cuda")).status == "passed"
+    assert verdict(RESUME, replace(lost, **both)).status == "failed"
 
 
 def test_a_loss_that_differs_because_a_module_draws_in_evaluation_mode():

@@ -30,6 +30,10 @@ from tests.checks.evidence_factory import (
 REPLICAS = "replicas_equal"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 ONE_OF_12 = "1 of 12 elements of rank 3's shard differ, first at [0, 0]: 2.5, but should be 2; largest difference 0.5"
+BY_ITSELF = (
+    "each rank initialised or computed it by itself, from a seed or a value that depends on the rank; or only some "
+    "ranks received it, or received another part of it"
+)
 NOT_GIVEN = "these ranks did not receive the value that the others have, or replicas diverged after loading"
 ZEROS = (
     "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
@@ -55,19 +59,48 @@ def altered(evidence, name, ranks, bits="other bits"):
     return change(evidence, name, ranks, digest=bits)
 
 
-def test_shards_are_not_replicas():
+def all_other(evidence):
+    for rank in evidence.inventory:
+        evidence = altered(evidence, ROTARY, [rank.rank], f"random on {rank.rank}")
+    return evidence
+
+
+def unlike(*ranks, equals=""):
+    """Return the text about bits that differ from those of these ranks, which equal the reference or nothing."""
+    one = len(ranks) == 1
+    others = f"rank{'' if one else 's'} {', '.join(map(str, ranks))}, which hold{'s' if one else ''} the same elements"
+    right = f" and equal{'s' if one else ''} the {equals}" if equals else ""
+    return f"bits that differ from those of {others}{right}"
+
+
+def test_shards_and_partial_tensors_may_differ():
     assert verdict(REPLICAS, alone(altered(healthy(4), MIDDLE, [1]))).status == "passed"
+    partial = place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "P(sum)")
+    assert verdict(REPLICAS, alone(altered(partial, MIDDLE, [1]))).status == "passed"
 
 
-def test_a_replica_that_differs_without_a_reference():
-    found = verdict(REPLICAS, alone(altered(healthy(mesh=HSDP), MIDDLE, [3])))
-    assert findings_of(found) == [
-        (MIDDLE, (3,), "bits that differ from those of rank 1, which holds the same elements", "", "")
-    ]
-    assert found.findings[0].cause == (
-        "each rank initialised or computed it by itself, from a seed or a value that depends on the rank; or only some "
-        "ranks received it, or received another part of it"
-    )
+ON_TP = place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")
+THREE = {"dp_replicate": 3, "dp_shard": 1}
+
+
+@pytest.mark.parametrize(
+    ("evidence", "name", "ranks", "others", "cause"),
+    [
+        (alone(altered(healthy(mesh=HSDP), MIDDLE, [3])), MIDDLE, (3,), (1,), BY_ITSELF),
+        (alone(altered(healthy(mesh=THREE), MIDDLE, [2])), MIDDLE, (2,), (0, 1), ODD_SHARDS),
+        (alone(altered(healthy(4), ROTARY, [2])), ROTARY, (2,), (0, 1, 3), NOT_GIVEN),
+        (altered(from_checkpoint(healthy()), ROTARY, [1]), ROTARY, (1,), (0,), BY_ITSELF),
+        (alone(altered(ON_TP, MIDDLE, [1])), MIDDLE, (1,), (0,), BY_ITSELF),
+        (differ(all_other(healthy(4)), ROTARY), ROTARY, (1, 2, 3), (0,), NONE_RIGHT),
+    ],
+    ids=["shard", "one of three", "buffer", "a checkpoint lacks it", "over tp", "none is right"],
+)
+def test_replicas_that_differ_without_a_right_one(evidence, name, ranks, others, cause):
+    found = verdict(REPLICAS, evidence)
+    assert findings_of(found) == [(name, ranks, unlike(*others), "", "")]
+    assert found.findings[0].cause == cause
+    if cause == NOT_GIVEN:
+        assert found.findings[0].remedy == "load or compute it alike on every rank, or broadcast it after loading"
 
 
 @pytest.mark.parametrize(
@@ -97,71 +130,40 @@ def test_a_norm_that_was_not_loaded_may_be_close_to_the_reference():
 def test_replicas_of_zeros_are_findings_of_their_own():
     evidence = altered(altered(healthy(4), ROTARY, [1], "zeros"), ROTARY, [2], "random")
     evidence = differ(evidence, ROTARY, [1], measure=Measure(0.0, 5.0, 5.0, 0.0, 2), differing=2)
-    found = verdict(REPLICAS, differ(evidence, ROTARY, [2], differing=2))
-    actual = "bits that differ from those of ranks 0, 3, which hold the same elements and equal the reference"
-    assert [(f.ranks, f.actual, f.cause) for f in found.findings] == [
-        ((2,), actual, NOT_GIVEN),
-        ((1,), actual, ZEROS),
-    ]
+    found = verdict(REPLICAS, differ(evidence, ROTARY, [2], differing=2)).findings
+    actual = unlike(0, 3, equals="reference")
+    assert [(f.ranks, f.actual, f.cause) for f in found] == [((2,), actual, NOT_GIVEN), ((1,), actual, ZEROS)]
 
 
-def test_one_of_several_replicas_without_a_reference():
-    evidence = alone(altered(healthy(mesh={"dp_replicate": 3, "dp_shard": 1}), MIDDLE, [2]))
-    assert [(f.ranks, f.cause) for f in verdict(REPLICAS, evidence).findings] == [
-        ((2,), "these ranks read the slice of another rank, or only the first replica received the weight")
-    ]
+ODD_SHARD = altered(healthy(mesh=HSDP), MIDDLE, [3])
+ODD_REPLICA = altered(altered(healthy(mesh=HSDP), MIDDLE, [2]), MIDDLE, [3], "more")
 
 
-def test_a_buffer_that_differs_on_one_rank():
-    found = verdict(REPLICAS, alone(altered(healthy(4), ROTARY, [2])))
-    assert findings_of(found) == [
-        (ROTARY, (2,), "bits that differ from those of ranks 0, 1, 3, which hold the same elements", "", "")
-    ]
-    assert (found.findings[0].cause, found.findings[0].remedy) == (
-        NOT_GIVEN,
-        "load or compute it alike on every rank, or broadcast it after loading",
-    )
-
-
-def test_the_rank_that_equals_the_reference_is_right():
-    evidence = altered(healthy(mesh=HSDP), MIDDLE, [3])
-    found = verdict(REPLICAS, differ(evidence, MIDDLE, [3]))
-    actual = "bits that differ from those of rank 1, which holds the same elements and equals the reference"
-    assert findings_of(found) == [(MIDDLE, (3,), actual, "", ONE_OF_12)]
-    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1]))
-    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), actual.replace("rank 1", "rank 3"))]
-
-
-def test_the_ranks_that_equal_the_reference_are_right_though_few():
-    evidence = altered(healthy(4), ROTARY, [3])
-    found = verdict(REPLICAS, differ(evidence, ROTARY, [0, 1, 2]))
-    assert [(f.ranks, f.actual) for f in found.findings] == [
-        ((0, 1, 2), "bits that differ from those of rank 3, which holds the same elements and equals the reference")
-    ]
-
-
-def test_several_shards_of_one_replica_are_one_finding():
-    evidence = altered(altered(healthy(mesh=HSDP), MIDDLE, [2]), MIDDLE, [3], "more")
-    found = verdict(REPLICAS, differ(evidence, MIDDLE, [2, 3]))
-    actual = "bits that differ from those of ranks 0, 1, which hold the same elements and equal the reference"
-    assert [(f.ranks, f.actual) for f in found.findings] == [((2, 3), actual)]
-    # If no replica of a shard equals the reference, the finding does not mention it.
-    found = verdict(REPLICAS, differ(evidence, MIDDLE, [1, 2, 3]))
-    assert [(f.ranks, f.actual) for f in found.findings] == [
-        ((2,), "bits that differ from those of rank 0, which holds the same elements and equals the reference"),
-        ((3,), "bits that differ from those of rank 1, which holds the same elements"),
-    ]
-
-
-def test_each_rank_has_other_values_and_none_is_right():
-    evidence = healthy(4)
-    for rank in range(4):
-        evidence = altered(evidence, ROTARY, [rank], f"random on {rank}")
-    found = verdict(REPLICAS, differ(evidence, ROTARY))
-    assert findings_of(found) == [
-        (ROTARY, (1, 2, 3), "bits that differ from those of rank 0, which holds the same elements", "", "")
-    ]
-    assert found.findings[0].cause == NONE_RIGHT
+@pytest.mark.parametrize(
+    ("evidence", "findings"),
+    [
+        (differ(ODD_SHARD, MIDDLE, [3]), [((3,), unlike(1, equals="reference"), ONE_OF_12)]),
+        (differ(ODD_SHARD, MIDDLE, [1]), [((1,), unlike(3, equals="reference"))]),
+        (
+            differ(altered(healthy(4), ROTARY, [3]), ROTARY, [0, 1, 2]),
+            [((0, 1, 2), unlike(3, equals="reference"))],
+        ),
+        (differ(ODD_REPLICA, MIDDLE, [2, 3]), [((2, 3), unlike(0, 1, equals="reference"))]),
+        # If no replica of a shard equals the reference, the finding does not mention it.
+        (
+            differ(ODD_REPLICA, MIDDLE, [1, 2, 3]),
+            [((2,), unlike(0, equals="reference")), ((3,), unlike(1))],
+        ),
+        (
+            differ(altered(healthy(mesh=HSDP), FROZEN, [2]), FROZEN, [2], observed="verifier"),
+            [((2,), unlike(0, equals="verifier"))],
+        ),
+    ],
+    ids=["one", "the other one", "one of four", "shards of one replica", "none right for a shard", "frozen"],
+)
+def test_the_ranks_that_equal_the_reference_are_right(evidence, findings):
+    found = verdict(REPLICAS, evidence).findings
+    assert [(f.ranks, f.actual, f.detail)[: len(findings[0])] for f in found] == findings
 
 
 def test_the_same_numbers_in_other_bits():
@@ -169,21 +171,6 @@ def test_the_same_numbers_in_other_bits():
     evidence = altered(healthy(), ROTARY, [1])
     assert verdict(REPLICAS, evidence).status == "passed"
     assert verdict(REPLICAS, alone(evidence)).status == "failed"
-
-
-def test_frozen_replicas_are_compared_with_the_verifier():
-    evidence = altered(healthy(mesh=HSDP), FROZEN, [2])
-    found = verdict(REPLICAS, differ(evidence, FROZEN, [2], observed="verifier"))
-    assert [(f.ranks, f.actual) for f in found.findings] == [
-        ((2,), "bits that differ from those of rank 0, which holds the same elements and equals the verifier")
-    ]
-
-
-def test_a_non_persistent_buffer_beside_a_checkpoint_has_no_reference():
-    found = verdict(REPLICAS, altered(from_checkpoint(healthy()), ROTARY, [1]))
-    assert findings_of(found) == [
-        (ROTARY, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
-    ]
 
 
 @pytest.mark.parametrize("dims", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
@@ -202,39 +189,21 @@ def test_meshes_of_the_loader_define_what_splits_the_model():
     evidence = declare(evidence, unsharded=(MIDDLE,))
     assert verdict(REPLICAS, evidence).status == "passed"
     found = verdict(REPLICAS, altered(evidence, MIDDLE, [2], "others"))
-    assert findings_of(found) == [
-        (MIDDLE, (2,), "bits that differ from those of rank 0, which holds the same elements", "", "")
-    ]
-
-
-def test_replicated_over_tensor_parallelism_is_replicated():
-    evidence = altered(alone(place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "R")), MIDDLE, [1])
-    assert findings_of(verdict(REPLICAS, evidence)) == [
-        (MIDDLE, (1,), "bits that differ from those of rank 0, which holds the same elements", "", "")
-    ]
-
-
-def test_partial_tensors_may_differ():
-    evidence = place(healthy(mesh={"tp": 2}), MIDDLE, {"tp": 2}, "P(sum)")
-    assert verdict(REPLICAS, alone(altered(evidence, MIDDLE, [1]))).status == "passed"
+    assert findings_of(found) == [(MIDDLE, (2,), unlike(0), "", "")]
 
 
 def test_a_tensor_that_the_reference_randomises_is_not_judged():
     found = verdict(REPLICAS, with_reference(altered(healthy(), ROTARY, [1]), unstable=(ROTARY,)))
-    assert (found.status, found.reason) == (
-        *("skipped",),
-        "rotary.inv_freq differs each time the reference is built, so its replicas may differ too",
-    )
+    reason = "rotary.inv_freq differs each time the reference is built, so its replicas may differ too"
+    assert (found.status, found.reason) == ("skipped", reason)
     assert verdict(REPLICAS, with_reference(healthy(), unstable=(ROTARY,))).status == "passed"
 
 
 def test_what_cannot_be_read_is_named():
     evidence = change(healthy(), COUNTER, [1], digest=None, unreadable="RuntimeError: packed")
     found = verdict(REPLICAS, evidence)
-    assert (found.status, found.reason) == (
-        *("skipped",),
-        "passed for what could be checked; torch cannot read counter (RuntimeError: packed)",
-    )
+    reason = "passed for what could be checked; torch cannot read counter (RuntimeError: packed)"
+    assert (found.status, found.reason) == ("skipped", reason)
     assert verdict(REPLICAS, alone(altered(evidence, ROTARY, [1], "x"))).status == "failed"
 
 

@@ -38,7 +38,6 @@ SECOND, PARITY, CLIP, NORM, UPDATE, LOSS = (
     "loss_parity",
 )
 ACCUMULATION = "grad_accumulation_parity"
-WITHIN = "equal within 0.0001"
 SIZE = healthy().training[0].gradients[1].measure.truth
 """The norm of MIDDLE's gradient on one rank."""
 
@@ -48,32 +47,24 @@ SIZE = healthy().training[0].gradients[1].measure.truth
 
 def test_a_gradient_that_is_wrong_in_the_second_step_only():
     found = verdict(SECOND, second_step(healthy(), apart=1.0))
-    assert findings_of(found) == [
-        (
-            MIDDLE,
-            (0, 1),
-            "gradient of the second step differs from the reference's, that of the first does not",
-            WITHIN,
-            f"relative error {1 / SIZE:.2g}; 0.75 at [0, 0] on rank 0, but should be 0.5",
-        )
-    ]
+    actual = "gradient of the second step differs from the reference's, that of the first does not"
+    detail = f"relative error {1 / SIZE:.2g}; 0.75 at [0, 0] on rank 0, but should be 0.5"
+    assert findings_of(found) == [(MIDDLE, (0, 1), actual, "equal within 0.0001", detail)]
     assert found.findings[0].cause.startswith("the parameters are right after the first step")
 
 
 def test_a_gradient_that_nothing_zeroes():
-    found = verdict(SECOND, second_step(healthy(), 2.0, ranks=[1], left_over=(MIDDLE,)))
-    assert [(f.ranks, f.actual) for f in found.findings] == [
-        ((1,), "gradient of the second step still contains that of the first")
-    ]
-    assert found.findings[0].cause.startswith("nothing zeroes this gradient after the step")
+    (found,) = verdict(SECOND, second_step(healthy(), 2.0, ranks=[1], left_over=(MIDDLE,))).findings
+    assert (found.ranks, found.actual) == ((1,), "gradient of the second step still contains that of the first")
+    assert found.cause.startswith("nothing zeroes this gradient after the step")
 
 
 def test_a_reduction_that_is_lost_after_the_first_step():
-    found = verdict(SECOND, second_step(healthy(), without_gradient=(MIDDLE,)))
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [
-        (MIDDLE, (0, 1), "no gradient in the second step, although it had one in the first")
-    ]
-    unused = on_runs(second_step(healthy(), without_gradient=(MIDDLE,)), None, without_gradient=(MIDDLE,))
+    lost = second_step(healthy(), without_gradient=(MIDDLE,))
+    (found,) = verdict(SECOND, lost).findings
+    actual = "no gradient in the second step, although it had one in the first"
+    assert (found.tensor, found.ranks, found.actual) == (MIDDLE, (0, 1), actual)
+    unused = on_runs(lost, None, without_gradient=(MIDDLE,))
     assert all("second" not in f.actual for f in verdict(SECOND, unused).findings)
 
 
@@ -129,9 +120,6 @@ def test_a_wrong_first_gradient_explains_the_second():
 def test_one_step_has_no_second():
     one_step = on_runs(healthy(losses=(2.0,)), None, second=None)
     assert verdict(SECOND, one_step).reason == "there was no second step: @fsdp_conformance(steps=1)"
-
-
-def test_frozen_models_have_no_second_step():
     frozen = on_runs(empty(), None, second=None)
     assert verdict(SECOND, frozen).reason == "nothing is trainable"
 
@@ -171,10 +159,8 @@ def test_a_wrong_norm_explains_clipped_gradients():
 def test_clipping_that_was_not_recorded():
     """As in evidence of an older version, or if nothing is trainable."""
     found = verdict(CLIP, on_runs(clipped(healthy()), None, clipped=None))
-    assert (found.status, found.reason) == (
-        "skipped",
-        "nothing was clipped: nothing is trainable, or clipping was not recorded",
-    )
+    reason = "nothing was clipped: nothing is trainable, or clipping was not recorded"
+    assert (found.status, found.reason) == ("skipped", reason)
     assert verdict(CLIP, on_runs(clipped(healthy()), None, clipped=Clipping(1.5))).status == "passed"
 
 
@@ -193,27 +179,15 @@ def by_own_function(norms: float, factor: float, half: float = 2.0, **facts: Any
 
 
 def test_the_own_function_of_the_reference_is_expected():
-    right = by_own_function(2.0, 1.0)
-    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
-    wrong = by_own_function(2.0, 0.5)
-    assert findings_of(verdict(CLIP, wrong)) == [
-        (
-            MIDDLE,
-            (0, 1),
-            "clipped gradient is 1/2 times the reference's",
-            "as the same function leaves it on one device, within 0.0002",
-            "",
-        )
-    ]
+    # What torch leaves is right as well: on one device a function may miss what it counts ranks for.
+    for right in (by_own_function(2.0, 1.0), by_own_function(3.0, 0.5, half=1.0)):
+        assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
+    actual = "clipped gradient is 1/2 times the reference's"
+    expected = "as the same function leaves it on one device, within 0.0002"
+    assert findings_of(verdict(CLIP, by_own_function(2.0, 0.5))) == [(MIDDLE, (0, 1), actual, expected, "")]
     assert [f.expected for f in verdict(NORM, by_own_function(1.0, 1.0)).findings] == [
         "2 within 0.0001, as the same function returns on one device"
     ]
-
-
-def test_what_torch_leaves_is_right_as_well():
-    """On one device a function may miss what it counts ranks for."""
-    right = by_own_function(3.0, 0.5, half=1.0)
-    assert (verdict(NORM, right).status, verdict(CLIP, right).status) == ("passed", "passed")
 
 
 def test_the_noise_of_the_own_norm_counts():
@@ -256,10 +230,8 @@ def test_gradients_that_a_bound_above_the_norm_changes(factor, apart, size, caus
     actual = f"gradient {size} after clipping to a bound above the norm"
     assert (found.tensor, found.ranks, found.actual, found.expected) == (MIDDLE, (1,), actual, "unchanged")
     assert found.cause.startswith(cause)
-
-
-def test_a_wrong_norm_explains_no_change_above_it():
-    assert [f.expected for f in verdict(CLIP, above(2.0, norm=2.0)).findings] == ["unchanged"]
+    # A wrong norm does not explain it.
+    assert [f.expected for f in verdict(CLIP, above(factor, apart, norm=2.0)).findings] == ["unchanged"]
 
 
 # Noise.
@@ -269,58 +241,52 @@ def with_noise(evidence: Evidence, **fields: Any) -> Evidence:
     return on_runs(evidence, None, noise=Noise(**fields))
 
 
-def in_bfloat16() -> Evidence:
-    return change_reference(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
-
-
 def of_middle(share: float, factor: float = math.inf) -> Mapping[str, TensorNoise]:
     return {MIDDLE: TensorNoise(share * SIZE, factor)}
 
 
-@pytest.mark.parametrize(
+PARITY_AND_UPDATE = pytest.mark.parametrize(
     ("check", "field", "observed"),
     [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
 )
-def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field, observed):
-    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE, observed=observed)
+
+
+@pytest.mark.parametrize(
+    ("check", "field", "observed", "expected"),
+    [
+        (PARITY, "gradients", "gradients", "equal within 0.04"),
+        (UPDATE, "updates", "parameters", "equal within 0.04"),
+        (ACCUMULATION, "accumulated", "accumulation", "the mean over the micro-batches, equal within 0.04"),
+    ],
+)
+def test_a_difference_below_the_noise_passes_and_one_above_it_fails(check, field, observed, expected):
+    seen = off_in(observed, 1.0, 0.1 * SIZE)
     assert verdict(check, with_noise(seen)).status == "failed"
     assert verdict(check, with_noise(seen, **{field: of_middle(0.08)})).status == "passed"
     found = verdict(check, with_noise(seen, **{field: of_middle(0.02)}))
-    assert [f.expected for f in found.findings] == ["equal within 0.04"]
+    assert [f.expected for f in found.findings] == [expected]
     # The noise of other tensors does not excuse this one.
     assert verdict(check, with_noise(seen, **{field: {EMBEDDING: TensorNoise(100.0)}})).status == "failed"
 
 
-@pytest.mark.parametrize(
-    ("check", "field", "observed"),
-    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
-)
+@PARITY_AND_UPDATE
 def test_a_scale_is_found_below_the_noise_of_the_elements(check, field, observed):
     """Noise of many elements cancels along the tensor's own direction."""
     seen = remeasured(healthy(), MIDDLE, 1.05, observed=observed)
-    assert verdict(check, with_noise(seen, **{field: of_middle(0.05)})).status == "passed"
-    assert verdict(check, with_noise(seen, **{field: of_middle(0.05, factor=0.03)})).status == "passed"
-    assert verdict(check, with_noise(seen, **{field: of_middle(0.2, factor=0.005)})).status == "passed"
+    for noise in (of_middle(0.05), of_middle(0.05, factor=0.03), of_middle(0.2, factor=0.005)):
+        assert verdict(check, with_noise(seen, **{field: noise})).status == "passed"
     found = verdict(check, with_noise(seen, **{field: of_middle(0.05, factor=0.005)}))
     assert [f.actual.split(" times")[0].split()[-1] for f in found.findings] == ["1.05"]
 
 
-def test_an_update_of_a_few_units_in_the_last_place_may_be_one_unit_longer():
+@pytest.mark.parametrize(("share", "status"), [(0.0, "failed"), (1 / 9, "passed"), (1 / 9000, "failed")])
+def test_an_update_of_a_few_units_in_the_last_place_may_be_one_unit_longer(share, status):
     """Eight units instead of nine, where all nudged trainings round to the same weights (mamba2's dt_bias)."""
     seen = remeasured(healthy(), MIDDLE, 8 / 9, observed="parameters")
-    noise = {"updates": of_middle(0.0, factor=0.0)}
-    assert verdict(UPDATE, with_noise(seen, **noise)).status == "failed"
-
-    def grained(share: float) -> Evidence:
-        runs = (
-            tuple(replace(c, measure=replace(c.measure, grain=share * SIZE)) for c in run.parameters)
-            for run in seen.training
-        )
-        changed = (replace(run, parameters=own) for run, own in zip(seen.training, runs, strict=True))
-        return with_noise(replace(seen, training=tuple(changed)), **noise)
-
-    assert verdict(UPDATE, grained(1 / 9)).status == "passed"
-    assert verdict(UPDATE, grained(1 / 9000)).status == "failed"
+    updates = seen.training[0].parameters
+    grained = tuple(replace(c, measure=replace(c.measure, grain=share * SIZE)) for c in updates) if share else updates
+    noisy = with_noise(on_runs(seen, None, parameters=grained), updates=of_middle(0.0, factor=0.0))
+    assert verdict(UPDATE, noisy).status == status
 
 
 def off_in(observed: str, factor: float, apart: float) -> Evidence:
@@ -366,10 +332,7 @@ def test_a_length_without_a_clear_factor_is_in_the_message(check, field, observe
 
 
 @pytest.mark.parametrize(("rows", "ratio", "status"), [(1, 2.5, "passed"), (1, 13.0, "failed"), (6, 2.1, "failed")])
-@pytest.mark.parametrize(
-    ("check", "field", "observed"),
-    [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
-)
+@PARITY_AND_UPDATE
 def test_five_trainings_know_little_of_the_noise_of_one_element(check, field, observed, rows, ratio, status):
     evidence = healthy(parameters={**PARAMETERS, MIDDLE: (2 * rows,)})
     noise = TensorNoise(0.01 * math.sqrt(rows))
@@ -385,21 +348,20 @@ def test_the_length_of_one_element_has_its_noise(rows, status):
 
 
 def test_measured_noise_replaces_the_tolerance_of_the_dtype():
-    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
+    bfloat16 = change_reference(change(healthy(), MIDDLE, dtype="bfloat16"), MIDDLE, dtype="bfloat16")
+    off = remeasured(bfloat16, MIDDLE, apart=0.05 * SIZE)
     assert verdict(PARITY, off).status == "passed"
     assert verdict(PARITY, with_noise(off, gradients=of_middle(0.01))).status == "failed"
-
-
-def test_a_declared_tolerance_is_taken_as_it_is():
+    # If it could not be measured, a finding says why.
+    refused = "RuntimeError: hooks are refused"
+    assert verdict(PARITY, with_noise(off, problem=refused)).status == "passed"
+    (finding,) = verdict(PARITY, with_noise(remeasured(healthy(), MIDDLE, apart=SIZE), problem=refused)).findings
+    assert finding.cause.endswith(f"; the noise of the reference could not be measured ({refused})")
+    # A declared tolerance is taken as it is.
     off = with_noise(remeasured(healthy(), MIDDLE, apart=0.05 * SIZE), gradients=of_middle(0.2))
     assert verdict(PARITY, off).status == "passed"
     strict = replace(off, tolerance={PARITY: 1e-3})
     assert [f.expected for f in verdict(PARITY, strict).findings] == ["equal within 0.001"]
-
-
-def test_noise_that_could_not_be_measured():
-    off = remeasured(in_bfloat16(), MIDDLE, apart=0.05 * SIZE)
-    assert verdict(PARITY, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
 
 
 @pytest.mark.parametrize("check", [PARITY, SECOND, CLIP, UPDATE, ACCUMULATION, LOSS, NORM])
@@ -422,19 +384,23 @@ def test_a_difference_that_may_be_rounding_is_not_passed_if_the_reference_ended(
     assert verdict(check, with_noise(unchanged, **killed)).status == "passed"
 
 
-def test_a_finding_says_why_noise_is_unknown():
-    off = with_noise(remeasured(healthy(), MIDDLE, apart=SIZE), problem="RuntimeError: hooks are refused")
-    (finding,) = verdict(PARITY, off).findings
-    assert finding.cause.endswith(
-        "; the noise of the reference could not be measured (RuntimeError: hooks are refused)"
-    )
-
-
-def test_losses_in_a_low_precision_are_rounded():
-    """The noise of outputs does not include the rounding of a loss that is computed in bfloat16."""
-    evidence = with_noise(on_runs(healthy(), None, losses=(2.0, 1.5, 1.26)), losses=(0.0, 0.0, 1e-4))
+def test_losses_within_noise():
+    evidence = on_runs(healthy(), None, losses=(2.0, 1.5, 1.26))
     assert verdict(LOSS, evidence).status == "failed"
-    assert verdict(LOSS, on_runs(evidence, None, loss_dtype="bfloat16")).status == "passed"
+    assert verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.02))).status == "passed"
+    found = verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.002)))
+    assert [f.expected for f in found.findings] == ["1.25 within 0.004"]
+    # The noise of outputs does not include the rounding of a loss that is computed in bfloat16.
+    noisy = with_noise(evidence, losses=(0.0, 0.0, 1e-4))
+    assert verdict(LOSS, noisy).status == "failed"
+    assert verdict(LOSS, on_runs(noisy, None, loss_dtype="bfloat16")).status == "passed"
+
+
+def test_a_norm_within_noise():
+    evidence = on_runs(healthy(), None, norm=3.1)
+    assert verdict(NORM, evidence).status == "failed"
+    assert verdict(NORM, with_noise(evidence, norm=0.1)).status == "passed"
+    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -454,32 +420,13 @@ def test_a_loss_in_float32_rounds_gradients_of_float64_parameters(check, field, 
     assert verdict(check, on_runs(evidence, None, loss_dtype="float32")).status == "passed"
 
 
-def test_gradients_that_the_optimizer_reduces_have_no_norm_yet():
-    evidence = remeasured(healthy(), MIDDLE, 0.9, 2.0)
-    found = verdict(NORM, on_runs(place(evidence, MIDDLE, {}), None, norm=2.0))
+def test_gradients_that_the_optimizer_reduces_have_no_norm_and_are_neither_clipped_nor_accumulated_yet():
+    found = verdict(NORM, on_runs(reduced_later(healthy()), None, norm=2.0))
     assert found.reason == f"the optimizer itself reduces gradients ({MIDDLE}), so their norm is not known"
-
-
-def test_losses_within_noise():
-    evidence = on_runs(healthy(), None, losses=(2.0, 1.5, 1.26))
-    assert verdict(LOSS, evidence).status == "failed"
-    assert verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.02))).status == "passed"
-    found = verdict(LOSS, with_noise(evidence, losses=(0.0, 0.0, 0.002)))
-    assert [f.expected for f in found.findings] == ["1.25 within 0.004"]
-
-
-def test_a_norm_within_noise():
-    evidence = on_runs(healthy(), None, norm=3.1)
-    assert verdict(NORM, evidence).status == "failed"
-    assert verdict(NORM, with_noise(evidence, norm=0.1)).status == "passed"
-    assert verdict(NORM, with_noise(evidence, norm=0.01)).status == "failed"
-
-
-def test_accumulated_gradients_within_noise():
-    seen = remeasured(healthy(), MIDDLE, apart=0.1 * SIZE).training[0].gradients
-    evidence = on_runs(healthy(), None, accumulation=replace(healthy().training[0].accumulation, gradients=seen))
-    assert verdict(ACCUMULATION, with_noise(evidence)).status == "failed"
-    assert verdict(ACCUMULATION, with_noise(evidence, accumulated=of_middle(0.08))).status == "passed"
+    evidence = reduced_later(clipped(healthy(), 1.0, 2.0))
+    assert verdict(CLIP, evidence).findings == ()
+    accumulated = replace(evidence.training[0].accumulation, gradients=evidence.training[0].gradients)
+    assert verdict(ACCUMULATION, on_runs(evidence, None, accumulation=accumulated)).findings == ()
 
 
 def test_a_gradient_that_noise_hides_may_be_missing():
@@ -492,13 +439,6 @@ def test_a_gradient_that_noise_hides_may_be_missing():
 def reduced_later(evidence: Evidence) -> Evidence:
     """The gradient of a whole parameter differs between ranks, and its update is right."""
     return place(remeasured(evidence, MIDDLE, 0.9, 2.0), MIDDLE, {})
-
-
-def test_gradients_that_the_optimizer_reduces_are_neither_clipped_nor_accumulated_yet():
-    evidence = reduced_later(clipped(healthy(), 1.0, 2.0))
-    assert verdict(CLIP, evidence).findings == ()
-    accumulated = replace(evidence.training[0].accumulation, gradients=evidence.training[0].gradients)
-    assert verdict(ACCUMULATION, on_runs(evidence, None, accumulation=accumulated)).findings == ()
 
 
 def test_an_update_that_noise_could_explain_excuses_no_gradient():
@@ -559,9 +499,7 @@ def test_numbers_of_later_backwards_explain_no_earlier_gradient():
     assert "Subject(train_step=...)" not in found.findings[0].cause
     later = verdict(SECOND, uneven(second_step(healthy(), apart=1.0), (1, 2), (1, 1)))
     assert "in step 1" in later.findings[0].cause
-
-
-def test_other_numbers_of_backwards_with_the_right_result_pass():
+    # Where the result is right, the numbers may differ.
     assert {verdict(id, uneven(healthy(), (2, 1), (1, 1))).status for id in (PARITY, SECOND, LOSS)} == {"passed"}
 
 

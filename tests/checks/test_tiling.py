@@ -29,17 +29,13 @@ HSDP, TWO_D = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
 ONE_MESH = "ranks created their own meshes, in which two ranks have the same coordinate or some have none"
 
 
-def test_the_shards_of_a_tensor_without_elements_are_empty():
-    evidence = place(healthy(2), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(8, 0))
-    assert verdict(TILE, change(evidence, MIDDLE, local_shape=(0, 0))).status == "passed"
-
-
 @pytest.mark.parametrize(
     ("mesh", "placements", "shape"),
     [
         ({"dp_shard": 4}, ("S(0)",), (5, 2)),
         ({"dp_shard": 4}, ("S(0)",), (1, 2)),
         ({"dp_shard": 4}, ("S(0)",), (0, 2)),
+        ({"dp_shard": 2}, ("S(0)",), (1, 4)),
         ({"dp_shard": 4}, ("S(1)",), (5, 2)),
         ({"dp_shard": 4}, ("R",), ()),
         ({"dp_shard": 4}, (), ()),
@@ -58,6 +54,11 @@ def test_placements_of_every_kind_cover_the_tensor(mesh, placements, shape):
     evidence = place(evidence, MIDDLE, mesh, *placements, shape=shape)
     declared = {"placements": {MIDDLE: placements}} if placements else {"unsharded": (MIDDLE,)}
     assert verdict(TILE, declare(evidence, **declared)).status == "passed"
+
+
+def test_the_shards_of_a_tensor_without_elements_are_empty():
+    evidence = place(healthy(2), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(8, 0))
+    assert verdict(TILE, change(evidence, MIDDLE, local_shape=(0, 0))).status == "passed"
 
 
 shards = st.one_of(st.none(), st.integers(0, 1))
@@ -94,52 +95,51 @@ def at(evidence, rank, coordinate, mesh, placements, shape=(6, 4)):
     return change(evidence, MIDDLE, [rank], **facts)
 
 
-def test_two_ranks_at_one_coordinate():
-    found = verdict(TILE, at(healthy(), 1, (0,), {"dp_shard": 2}, ("S(0)",)))
-    assert findings_of(found) == [
+def all_at_one(evidence):
+    for rank in evidence.inventory[1:]:
+        evidence = at(evidence, rank.rank, (0,), {"dp_shard": 4}, ("S(0)",))
+    return evidence
+
+
+STRIDED = ("_S(0, 2)", "S(0)")
+STRIDED_ON_TWO_D = place(healthy(mesh=TWO_D), MIDDLE, TWO_D, *STRIDED, shape=(8, 4))
+ONE_ROW = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "ranks", "actual", "expected"),
+    [
         (
-            *(MIDDLE, (0, 1), "2 ranks hold [0:3, 0:4] and no rank holds [3:6, 0:4]"),
-            *("shards that cover (6, 4) exactly once", ""),
-        )
-    ]
+            at(healthy(), 1, (0,), {"dp_shard": 2}, ("S(0)",)),
+            *((0, 1), "2 ranks hold [0:3, 0:4] and no rank holds [3:6, 0:4]", "(6, 4) exactly once"),
+        ),
+        (
+            at(healthy(mesh=HSDP), 3, (1, 0), HSDP, ("R", "S(0)")),
+            *((0, 2, 3), "3 ranks hold [0:3, 0:4] and only 1 rank holds [3:6, 0:4]"),
+            "(6, 4) exactly once in each of 2 replicas",
+        ),
+        (
+            at(STRIDED_ON_TWO_D, 3, (0, 1), TWO_D, STRIDED, (8, 4)),
+            *((1, 3), "2 ranks hold [4:6, 0:4] and no rank holds [6:8, 0:4]", "(8, 4) exactly once"),
+        ),
+        (
+            at(ONE_ROW, 1, (0,), {"dp_shard": 2}, ("S(0)",), (1, 4)),
+            *((0, 1), "2 ranks hold [0:1, 0:4]", "(1, 4) exactly once"),
+        ),
+        (
+            all_at_one(healthy(4)),
+            *((0, 1, 2, 3), "4 ranks hold [0:2, 0:4] and no rank holds [2:6, 0:4]", "(6, 4) exactly once"),
+        ),
+    ],
+    ids=["two ranks", "a replica", "strided", "a single row", "all of many"],
+)
+def test_ranks_at_the_coordinate_of_others(evidence, ranks, actual, expected):
+    found = verdict(TILE, evidence)
+    assert findings_of(found) == [(MIDDLE, ranks, actual, f"shards that cover {expected}", "")]
     assert (found.findings[0].cause, found.findings[0].remedy) == (
         ONE_MESH,
         "create one mesh of all ranks, in the same order on every rank",
     )
-
-
-def test_one_replica_at_the_coordinate_of_the_other_shard():
-    found = verdict(TILE, at(healthy(mesh=HSDP), 3, (1, 0), HSDP, ("R", "S(0)")))
-    assert findings_of(found) == [
-        (
-            *(MIDDLE, (0, 2, 3), "3 ranks hold [0:3, 0:4] and only 1 rank holds [3:6, 0:4]"),
-            *("shards that cover (6, 4) exactly once in each of 2 replicas", ""),
-        )
-    ]
-
-
-def test_a_strided_shard_at_another_coordinate():
-    evidence = place(healthy(mesh=TWO_D), MIDDLE, TWO_D, "_S(0, 2)", "S(0)", shape=(8, 4))
-    found = verdict(TILE, at(evidence, 3, (0, 1), TWO_D, ("_S(0, 2)", "S(0)"), (8, 4)))
-    assert [(f.ranks, f.actual) for f in found.findings] == [
-        ((1, 3), "2 ranks hold [4:6, 0:4] and no rank holds [6:8, 0:4]")
-    ]
-
-
-def test_a_single_row_that_two_ranks_hold():
-    evidence = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(1, 4))
-    assert verdict(TILE, evidence).status == "passed"
-    found = verdict(TILE, at(evidence, 1, (0,), {"dp_shard": 2}, ("S(0)",), (1, 4)))
-    assert [finding.actual for finding in found.findings] == ["2 ranks hold [0:1, 0:4]"]
-
-
-def test_all_ranks_at_one_coordinate_of_many():
-    evidence = healthy(4)
-    for rank in range(1, 4):
-        evidence = at(evidence, rank, (0,), {"dp_shard": 4}, ("S(0)",))
-    assert [finding.actual for finding in verdict(TILE, evidence).findings] == [
-        "4 ranks hold [0:2, 0:4] and no rank holds [2:6, 0:4]"
-    ]
 
 
 def outside(evidence, rank, local_shape=(0,)):
