@@ -166,14 +166,6 @@ def test_a_wrong_value_ends_the_run(project: Project, args: tuple[str, ...]) -> 
     ("args", "message"),
     [
         (["--fsdp-device=cuda"], "--fsdp-device=cuda: this machine has no GPU that torch can use; use cpu or auto"),
-        (
-            ["--fsdp-backend=nccl"],
-            "--fsdp-backend=nccl: this machine has no GPU that torch can use; use gloo or auto",
-        ),
-        (
-            ["--fsdp-backend=nccl", "--fsdp-device=cpu"],
-            "--fsdp-backend=nccl runs on cuda only; use --fsdp-backend=gloo with --fsdp-device=cpu",
-        ),
         (["--fsdp-require-gpu"], "--fsdp-require-gpu: a world of 2 would run on the CPU, this machine has 0 GPUs"),
     ],
 )
