@@ -82,22 +82,15 @@ def test_different_exceptions_are_reported_in_order_of_time() -> None:
     assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
 
 
-def test_a_misuse_is_reported_by_its_message_alone() -> None:
+@pytest.mark.parametrize(("ranks", "text"), [([0, 1, 2], "declare the batch"), ([1], "rank 1: declare the batch")])
+def test_a_misuse_is_reported_by_its_message_alone(ranks: list[int], text: str) -> None:
     def misuse() -> None:
-        raise Misuse("declare the batch")
-
-    error = fails(world(2), misuse)
-    assert error.user
-    assert str(error) == error.summary == "declare the batch"
-
-
-def test_a_misuse_of_one_rank_alone_names_it() -> None:
-    def misuse() -> None:
-        if current().rank == 1:
+        if current().rank in ranks:
             raise Misuse("declare the batch")
 
     error = fails(world(3), misuse)
-    assert str(error) == error.summary == "rank 1: declare the batch"
+    assert error.user == (len(ranks) == 3)
+    assert str(error) == error.summary == text
 
 
 def test_control_characters_of_a_rank_are_escaped() -> None:
@@ -315,9 +308,6 @@ def test_a_connection_error_of_the_users_own_is_not_a_consequence() -> None:
     assert "lost the connection" not in str(error)
 
 
-OUTCOMES = ["builtins.LookupError"]
-
-
 def leave(delays: dict[int, float]) -> None:
     """Raise LookupError on these ranks, each after its delay in seconds."""
     if current().rank in delays:
@@ -325,29 +315,25 @@ def leave(delays: dict[int, float]) -> None:
         raise LookupError("nothing to do")
 
 
-def test_a_unanimous_outcome_leaves_the_world_running() -> None:
+@pytest.mark.parametrize(
+    ("delays", "outcomes", "unanimous", "survives"),
+    [
+        ({0: 0.0, 1: 1.5}, ["builtins.LookupError"], "builtins.LookupError", True),
+        ({1: 0.0}, ["builtins.LookupError"], "", False),
+        ({0: 0.0, 1: 0.0}, [], "builtins.LookupError", False),
+    ],
+    ids=["an outcome of all ranks", "of one rank only", "an exception that is no outcome"],
+)
+def test_a_world_survives_only_a_unanimous_outcome(
+    delays: dict[int, float], outcomes: list[str], unanimous: str, survives: bool
+) -> None:
     with world_of(2) as running:
         with pytest.raises(WorldError) as caught:
-            running.call(leave, [{0: 0.0, 1: 1.5}], unanimous_outcomes=OUTCOMES)
-        assert caught.value.unanimous == "builtins.LookupError"
-        assert running.run(total, 1.0) == [1.0, 1.0]
-
-
-def test_an_outcome_of_one_rank_only_ends_the_world() -> None:
-    with world_of(2) as running:
-        with pytest.raises(WorldError) as caught:
-            running.call(leave, [{1: 0.0}], unanimous_outcomes=OUTCOMES)
-        assert [failure.rank for failure in caught.value.failures] == [1]
-        assert caught.value.unanimous == ""
-        assert not running.alive
-
-
-def test_the_same_exception_on_all_ranks_ends_the_world_unless_it_is_an_outcome() -> None:
-    with world_of(2) as running:
-        with pytest.raises(WorldError) as caught:
-            running.run(leave, {0: 0.0, 1: 0.0})
-        assert caught.value.unanimous == "builtins.LookupError"
-        assert not running.alive
+            running.call(leave, [delays], unanimous_outcomes=outcomes)
+        assert {failure.rank for failure in caught.value.failures} == set(delays)
+        assert caught.value.unanimous == unanimous
+        assert running.alive == survives
+        assert not survives or running.run(total, 1.0) == [1.0, 1.0]
 
 
 def test_the_fork_server_is_killed() -> None:
