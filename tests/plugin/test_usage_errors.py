@@ -190,6 +190,8 @@ def test_loaders_and_fixtures_that_cannot_work(project: Project) -> None:
         """,
     )
     assert errors(project.collect()) == [
+        "test_it.py::test_e and 2 more: @fsdp_conformance: a loader should be a plain function, not a coroutine or a "
+        "generator",
         "test_it.py::test_a: fixture 'sharded' requests 'fsdp', which exists on the ranks only, while fixtures run "
         "in the pytest process; request fsdp in the test itself",
         "test_it.py::test_b: the test requests 'fsdp', which exists on the ranks only; decorate it with "
@@ -198,8 +200,6 @@ def test_loaders_and_fixtures_that_cannot_work(project: Project) -> None:
         "rename the other one",
         "test_it.py::TestD::test_d: @fsdp_conformance: a loader should be a function or a method of a plain class; "
         "pytest cannot parametrize methods of unittest.TestCase",
-        "test_it.py::test_e and 2 more: @fsdp_conformance: a loader should be a plain function, not a coroutine or a "
-        "generator",
     ]
 
 

@@ -121,6 +121,13 @@ def test_a_label_replaces_the_name_of_the_only_rank() -> None:
         assert fails(alone, boom).summary == "the reference raised RuntimeError: boom"
 
 
+def fork_and_die() -> None:
+    """End while a child holds the pipe of this rank."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(9)
+
+
 @pytest.mark.parametrize(
     ("act", "summary"),
     [
@@ -131,8 +138,9 @@ def test_a_label_replaces_the_name_of_the_only_rank() -> None:
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
         (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
         (lambda: os.abort(), "was killed by SIGABRT"),
+        (fork_and_die, "exited with code 9 before it answered"),
     ],
-    ids=["exit7", "exited like a rank that was cut off", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
+    ids=["exit7", "exited like a rank that was cut off", "exit0", "sys.exit", "sigkill", "sigsegv", "abort", "fork"],
 )
 def test_the_rank_that_ended_is_named_not_those_that_waited_for_it(act: Callable[[], object], summary: str) -> None:
     broken = world(4)
@@ -257,15 +265,6 @@ def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypa
     with pytest.raises(FileNotFoundError):
         world_of(2).start()
     monkeypatch.chdir(tmp_path)
-
-
-def test_a_rank_that_dies_is_noticed_even_if_its_children_hold_its_pipe() -> None:
-    def fork_and_die() -> None:
-        if os.fork() == 0:
-            time.sleep(1000)
-        os._exit(9)
-
-    assert fails(world(2), on_rank(0, fork_and_die)).summary == "rank 0 exited with code 9 before it answered"
 
 
 def test_threads_that_a_loader_leaves_behind_do_not_delay_the_end() -> None:
