@@ -8,10 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin._pytest_private import (
-    expectation,
-    rewritten_modules,
-)
+from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate, rewritten_modules
+
+
+@pytest.mark.parametrize("n", [[7]])
+def test_every_item_with_a_parameter_has_the_same_object(request: pytest.FixtureRequest, n: list[int]) -> None:
+    """Items with the same node id are compared by identity."""
+    assert parameters(request.node) == {"n": [7]}
+    assert parameters(request.node)["n"] is n
+
+
+class Own(pytest.Function):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [7])
+def test_an_item_of_another_class_is_the_same_test(request: pytest.FixtureRequest, n: int) -> None:
+    item = recreate(Own, request.node)
+    assert type(item) is Own
+    for name in ("nodeid", "name", "originalname", "obj", "parent", "own_markers", "fixturenames", "callspec"):
+        assert getattr(item, name) == getattr(request.node, name), name
+    assert {"slow", "parametrize", "7"} <= set(item.keywords)
 
 
 @pytest.mark.parametrize(
