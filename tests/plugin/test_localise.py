@@ -48,8 +48,6 @@ def test_the_module_is_named_in_the_message_and_in_the_report(project: Project) 
     assert origin.startswith("1 (GELU, torch/nn/modules/activation.py:")
     assert wrong["seconds"]["localising"] > 0
     assert "where it starts:" in (project.path / "report" / "index.html").read_text()
-    assert [check["check"] for check in right["checks"] if check["status"] == "passed"] == [
-        "loss_parity",
-        "grad_parity",
-    ]
+    passed = [check["check"] for check in right["checks"] if check["status"] == "passed"]
+    assert sorted(passed) == ["grad_parity", "loss_parity"]
     assert "localising" not in right["seconds"], "a right loader is not traced"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate, rewritten_modules
+from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate, rewritten_modules, skipped
 
 
 @pytest.mark.parametrize("n", [[7]])
@@ -30,6 +30,9 @@ def test_an_item_of_another_class_is_the_same_test(request: pytest.FixtureReques
     for name in ("nodeid", "name", "originalname", "obj", "parent", "own_markers", "fixturenames", "callspec"):
         assert getattr(item, name) == getattr(request.node, name), name
     assert {"slow", "parametrize", "7"} <= set(item.keywords)
+    skip = skipped("no such machine")
+    assert (type(skip), str(skip)) == (pytest.skip.Exception, "no such machine")
+    assert skip._use_item_location  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
