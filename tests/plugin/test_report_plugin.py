@@ -435,38 +435,30 @@ def test_a_failing_teardown_hides_no_finding(project: Project) -> None:
     assert {one.get("value") for one in properties if one.get("name") == "fsdp_status"} == {"failed"}
 
 
-@pytest.mark.parametrize(
-    ("mark", "outcome", "status"),
-    [
-        ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
-        ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
-        ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "later")),
-        ("usefixtures()", "import pytest; pytest.skip('no such GPU')", ("by the test", "no such GPU")),
-    ],
-)
-def test_marks_of_pytest_itself(project: Project, mark: str, outcome: str, status: tuple[str, str]) -> None:
-    project.loaders(
+MARKED = [
+    ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
+    ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
+    ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "later")),
+    ("usefixtures()", "pytest.skip('no such GPU')", ("by the test", "no such GPU")),
+]
+
+
+def test_marks_of_pytest_itself(project: Project) -> None:
+    loaders = [
         f"""
-        import pytest
-
-        def left_out(fsdp):
-            model = build()
-            model.register_buffer("table", torch.empty(3), persistent=False)
-            fully_shard(model, mesh=fsdp.mesh)
-            return model
-
-        @pytest.mark.{mark}
-        @fsdp_conformance(only=["no_uninitialized_memory"])
-        def test_x(fsdp):
-            {outcome}
-
-        def test_other(): ...
-        """
-    )
+    @pytest.mark.{mark}
+    @fsdp_conformance(only=["no_uninitialized_memory"])
+    def test_{number}(fsdp):
+        {outcome}
+"""
+        for number, (mark, outcome, _) in enumerate(MARKED)
+    ]
+    project.loaders(LOADERS.partition("    @fsdp_conformance")[0] + "".join(loaders))
     project.run("--fsdp-report=out")
-    (loader,) = written(project).loaders
-    assert offered(loader) == {"no_uninitialized_memory": status}
-    assert loader.error == (status[1] if status[0] == "error" else "")
+    found = written(project).loaders
+    for loader, (_, _, status) in zip(found, MARKED, strict=True):
+        assert offered(loader) == {"no_uninitialized_memory": status}
+        assert loader.error == (status[1] if status[0] == "error" else "")
 
 
 def test_ordinary_tests_named_like_those_of_a_loader_are_not_reported(project: Project) -> None:
