@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import unittest
 from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate, rewritten_modules, skipped
+from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, XFAIL
+from pytest_fsdp_meta.plugin._pytest_private import (
+    expectation,
+    fixtures_asking_for,
+    parameters,
+    recreate,
+    requested_fixtures,
+    resolved_fixture,
+    rewritten_modules,
+    skipped,
+)
 
 
+@pytest.fixture
+def inner() -> int:
+    return 1
+
+
+@pytest.fixture
+def outer(inner: int) -> int:
+    return inner
+
+
+@pytest.mark.usefixtures("recwarn")
 @pytest.mark.parametrize("n", [[7]])
-def test_every_item_with_a_parameter_has_the_same_object(request: pytest.FixtureRequest, n: list[int]) -> None:
-    """Items with the same node id are compared by identity."""
-    assert parameters(request.node) == {"n": [7]}
-    assert parameters(request.node)["n"] is n
+def test_fixtures_and_parameters(request: pytest.FixtureRequest, outer: int, n: list[int], size: int = 3) -> None:  # noqa: PT028
+    item = request.node
+    assert isinstance(item, pytest.Function)
+    assert requested_fixtures(item) == ("request", "outer", "n")
+    assert "inner" in item.fixturenames
+    function = resolved_fixture(item, "outer")
+    assert function is not None
+    assert (function.__name__, function.__module__) == ("outer", __name__)
+    assert resolved_fixture(item, "absent") is None
+    assert fixtures_asking_for(item, "inner") == ["outer"]
+    assert fixtures_asking_for(item, "outer") == []
+    assert parameters(item) == {"n": [7]}
+    # Every item with this parameter has the same object: items with the same node id are compared by identity.
+    assert parameters(item)["n"] is n
 
 
 class Own(pytest.Function):
@@ -35,6 +67,12 @@ def test_an_item_of_another_class_is_the_same_test(request: pytest.FixtureReques
     assert skip._use_item_location  # type: ignore[attr-defined]
 
 
+class TestMethod:
+    def test_self_is_not_a_fixture(self, request: pytest.FixtureRequest) -> None:
+        assert requested_fixtures(request.node) == ("request",)
+        assert parameters(request.node) == {}
+
+
 @pytest.mark.parametrize(
     ("mark", "found"),
     [
@@ -51,6 +89,14 @@ def test_what_a_mark_will_do_to_an_item(request: pytest.FixtureRequest, mark: py
     item = pytest.Function.from_parent(request.node.parent, name="test_it", callobj=lambda: None)
     item.add_marker(mark)
     assert expectation(item) == found
+
+
+def test_qualified_names_of_outcomes() -> None:
+    hypothesis = pytest.importorskip("hypothesis.errors")
+    skips = dict(zip(SKIPS, (pytest.skip.Exception, unittest.SkipTest), strict=True))
+    kinds = skips | {XFAIL: pytest.xfail.Exception, ASSUME: hypothesis.UnsatisfiedAssumption}
+    for name, kind in kinds.items():
+        assert name == f"{kind.__module__}.{kind.__qualname__}"
 
 
 def test_modules_passed_to_register_assert_rewrite() -> None:
