@@ -69,12 +69,11 @@ def measured(project: Project) -> Project:
     return project
 
 
-def executed(project: Project) -> list[int]:
-    """Return the executed lines of the library from the coverage data that a run has left."""
-    command = [sys.executable, "-m", "coverage", "json", "-o", "-", "--include=*library.py"]
+def executed(project: Project) -> dict[str, list[int]]:
+    """Return the executed lines of each file from the coverage data that a run has left."""
+    command = [sys.executable, "-m", "coverage", "json", "-o", "-"]
     run = subprocess.run(command, cwd=project.path, capture_output=True, text=True, check=True, timeout=60)
-    ((_, file),) = json.loads(run.stdout)["files"].items()
-    return list(file["executed_lines"])
+    return {name: file["executed_lines"] for name, file in json.loads(run.stdout)["files"].items()}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def executed(project: Project) -> list[int]:
 def test_pytest_cov(measured: Project, args: tuple[str, ...]) -> None:
     result = measured.run(*args)
     result.assert_outcomes(passed=2, errors=1)
-    assert executed(measured) == RUN
+    assert executed(measured)["library.py"] == RUN
     assert "ranks are spawned" not in result.stdout.str()
     assert [path.name for path in measured.path.glob(".coverage*")] == [".coverage"]
 
@@ -96,7 +95,7 @@ def test_pytest_cov(measured: Project, args: tuple[str, ...]) -> None:
 def test_modules_that_the_fork_server_imports(measured: Project) -> None:
     measured.write("conftest.py", PRELOADING)
     measured.run("--cov=library").assert_outcomes(passed=2, errors=1)
-    assert executed(measured) == RUN
+    assert executed(measured)["library.py"] == RUN
 
 
 BODIES = """
@@ -138,19 +137,17 @@ def test_branches_of_spmd_tests(project: Project) -> None:
 def test_coverage_run(measured: Project) -> None:
     command = f"{sys.executable} -m coverage run --source=. -m pytest -p no:cacheprovider"
     measured.shell(command).assert_outcomes(passed=2, errors=1)
-    assert executed(measured) == RUN
+    assert executed(measured)["library.py"] == RUN
 
 
 def test_the_users_configuration_applies(measured: Project) -> None:
     measured.write(".coveragerc", "[run]\nomit = library.py\n")
     measured.run("--cov=.").assert_outcomes(passed=2, errors=1)
-    command = [sys.executable, "-m", "coverage", "json", "-o", "-"]
-    run = subprocess.run(command, cwd=measured.path, capture_output=True, text=True, check=True, timeout=60)
-    files = json.loads(run.stdout)["files"]
+    files = executed(measured)
     assert "library.py" not in files
     lines = (measured.path / "test_it.py").read_text().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if "library.on_both" in line)
-    assert number in files["test_it.py"]["executed_lines"]
+    assert number in files["test_it.py"]
 
 
 def test_ranks_do_not_import_coverage_unless_it_measures() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Project, errors
+from tests.conftest import Project
 from tests.plugin.test_init import MODEL, RULES, ruff
 
 pytestmark = pytest.mark.slow
@@ -369,25 +369,10 @@ def test_whole_while_loading_is_seen(repository: Project, name: str, is_written:
     assert ("it runs as it is, and judges more with:" in output) is ("# Optional: " in text and "todo(" not in text)
 
 
-def test_a_mesh_of_another_dimension_keeps_its_default(repository: Project) -> None:
+def test_another_mesh_keeps_its_default_and_the_number_of_ranks_is_left_to_the_run(repository: Project) -> None:
     _, text = written(repository, "Loader.from_folder")
     assert "    model = Loader.from_folder(folder=checkpoint, dp_mesh=fsdp.mesh)\n" in text
-
-
-def test_the_number_of_ranks_is_left_to_the_run(repository: Project) -> None:
-    _, text = written(repository, "Loader.from_folder")
     assert "\n@fsdp_conformance\ndef test_from_folder(" in text
-
-
-def test_messages_for_a_class_and_its_method_lead_to_a_function(repository: Project) -> None:
-    (line,) = errors(repository.run("--fsdp-init=mypkg.loading:Loader"))
-    assert line.endswith(
-        "write a function that makes the Loader and loads the model, or name mypkg.loading:Loader.from_folder"
-    )
-    (line,) = errors(repository.run("--fsdp-init=mypkg.loading:Whole"))
-    assert line.endswith("it is a class; write a function that makes the Whole and loads the model")
-    (line,) = errors(repository.run("--fsdp-init=mypkg.loading:Whole.load"))
-    assert line.endswith("it is a method of an instance; write a function that makes the Whole and calls load")
 
 
 def test_the_docs_have_the_sizes() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -98,14 +99,18 @@ def test_slow(fsdp):
 """
 
 
-@pytest.mark.parametrize("verbose", [pytest.param("-v", marks=pytest.mark.nightly), ""])
-def test_a_long_item_in_a_terminal(
-    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, verbose: str
-) -> None:
-    project.loaders(SLOW)
+@pytest.fixture
+def run_in_terminal(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {verbose}", expect_timeout=120)
+    command = f"{sys.executable} -m pytest -p no:cacheprovider"
+    return lambda args="": pytester.spawn(f"{command} {args}", expect_timeout=120)
+
+
+@pytest.mark.parametrize("verbose", [pytest.param("-v", marks=pytest.mark.nightly), ""])
+def test_a_long_item_in_a_terminal(project: Project, run_in_terminal: Callable[..., Any], verbose: str) -> None:
+    project.loaders(SLOW)
+    child = run_in_terminal(verbose)
     begun = "test_it.py::test_slow[no_meta_params] " if verbose else "test_it.py "
     child.expect_exact(begun)
     child.expect(r"  2 ranks: loading, \d+ s\x1b\[K\x1b\[A\x1b\[(\d+)G")
@@ -118,15 +123,12 @@ def test_a_long_item_in_a_terminal(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("args", [("-s",), ("-n1",)])
+@pytest.mark.parametrize("args", ["-s", "-n1"])
 def test_no_line_with_live_output_or_on_a_worker(
-    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+    project: Project, run_in_terminal: Callable[..., Any], args: str
 ) -> None:
     project.loaders(SLOW)
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider {' '.join(args)}", expect_timeout=120)
-    output = child.read().decode()
+    output = run_in_terminal(args).read().decode()
     assert "1 passed" in output
     assert "2 ranks" not in output
 
@@ -193,15 +195,11 @@ def test_doing_outside_of_a_world_does_nothing() -> None:
     doing("nothing")
 
 
-def test_the_line_says_what_is_imported(
-    project: Project, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_says_what_is_imported(project: Project, run_in_terminal: Callable[..., Any]) -> None:
     """The package sleeps in the fork server alone, as long as the line takes to appear and to be seen."""
     project.write("slowly/__init__.py", "import os, time\nif 'pytest' not in __import__('sys').argv[0]: time.sleep(6)")
     project.loaders(f"import slowly\n{SLOW.replace('sleep(4)', 'sleep(0)')}")
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    child = pytester.spawn(f"{sys.executable} -m pytest -p no:cacheprovider", expect_timeout=120)
+    child = run_in_terminal()
     child.expect(r"  2 ranks: importing test_it \(slowly\), \d+ s\x1b\[K")
     assert "1 passed" in child.read().decode()
     assert child.wait() == 0

@@ -31,9 +31,10 @@ def test_reference(fsdp):
 """
 
 
-def test_output_is_shown_with_the_first_failing_item(project: Project) -> None:
+@pytest.mark.parametrize("args", [(), ("-s", "-n1")], ids=["alone", "live on a worker"])
+def test_output_is_shown_with_the_first_failing_item(project: Project, args: tuple[str, ...]) -> None:
     project.loaders(TALKING)
-    result = project.run()
+    result = project.run(*args)
     text = result.stdout.str()
     assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
     assert text.count("Captured rank 0 setup") == 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-LOADERS = """
+from tests.conftest import Project
+
+HEAD = """
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +23,7 @@ def build():
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    return {{"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}}
+    return {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}
 
 
 def loss(model, batch):
@@ -37,75 +41,79 @@ def load(fsdp, weights=1.0, gradients=1.0, device="cpu"):
     return Subject(model, reference=build, batch=batch, loss=loss)
 
 
+"""
+
+
+def loader(name: str, arguments: str, defect: str) -> str:
+    return f"""
 @fsdp_conformance({arguments})
-def test_it(fsdp):
+def test_{name}(fsdp):
     return load(fsdp, {defect})
 """
 
 
-@pytest.fixture
-def failed(project):
-    """Return a function that runs a loader with a defect and returns the messages of the checks that fail, by id."""
-
-    def run(arguments: str, defect: str, *options: str) -> dict[str, str]:
-        project.write("test_it.py", LOADERS.format(arguments=arguments, defect=defect))
-        result = project.run(*options)
-        lines = [line for line in result.outlines if line.startswith(("FAILED", "ERROR"))]
-        return {line.partition("[")[2].partition("]")[0]: line.partition(" - ")[2] for line in lines}
-
-    return run
-
-
-def test_a_wrong_weight_is_found_without_the_check_of_weights(failed):
-    found = failed('only=["loss_parity", "no_meta_params"]', "weights=1.5")
-    assert list(found) == ["loss_parity"]
-
-
-def test_doubled_gradients_are_found_without_the_check_of_gradients(failed):
-    found = failed('skip={"grad_parity": "slow"}', "gradients=2.0")
-    assert list(found) == ["grad_norm_parity", "update_parity"]
-
-
-@pytest.mark.parametrize("option", ["-k=not grad_parity", "--deselect=test_it.py::test_it[grad_parity]"])
-def test_doubled_gradients_are_found_by_a_part_of_the_items(failed, option):
-    assert "update_parity" in failed("", "gradients=2.0", option)
-
-
-def test_with_all_checks_one_cause_is_one_finding(failed):
-    assert list(failed("", "gradients=2.0")) == ["grad_parity"]
-
-
-def test_a_right_loader_passes_any_selection(failed):
-    assert failed('skip={"grad_parity": "slow", "params_equal_reference": "slow"}', "") == {}
-
-
-def test_values_that_do_not_exist_are_not_equal(failed):
-    found = failed('only=["params_equal_reference"]', 'device="meta"')
-    assert found["params_equal_reference"].startswith("0.weight, ranks 0, 1: no")
-
-
-def test_training_that_did_not_run_is_an_error_if_no_check_says_why(failed):
-    assert failed('only=["loss_parity"]', 'device="meta"') == {"loss_parity": "not trained: 0.weight is on meta"}
+def messages(result: pytest.RunResult) -> dict[str, dict[str, str]]:
+    """Return the messages of the checks that fail, by loader and check."""
+    found: dict[str, dict[str, str]] = {}
+    for line in result.outlines:
+        if match := re.match(r"(?:FAILED|ERROR) test_it.py::test_(\w+)\[(\w+)\] - (.*)", line):
+            found.setdefault(match[1], {})[match[2]] = match[3]
+    return found
 
 
 EXPECTED = 'xfail={"params_equal_reference": "known"}'
+SELECTED = {
+    "a wrong weight without the check of weights": (
+        'only=["loss_parity", "no_meta_params"]',
+        "weights=1.5",
+        ["loss_parity"],
+    ),
+    "doubled gradients without the check of gradients": (
+        'skip={"grad_parity": "slow"}',
+        "gradients=2.0",
+        ["grad_norm_parity", "update_parity"],
+    ),
+    "one cause is one finding with all checks": ("", "gradients=2.0", ["grad_parity"]),
+    "a right loader": ('skip={"grad_parity": "slow", "params_equal_reference": "slow"}', "", []),
+    "values that do not exist are not equal": (
+        'only=["params_equal_reference"]',
+        'device="meta"',
+        ["params_equal_reference"],
+    ),
+    "training that did not run if no check says why": ('only=["loss_parity"]', 'device="meta"', ["loss_parity"]),
+    "an expected difference is taken out of the training": (EXPECTED, "weights=1.5", []),
+    "a second defect beside an expected one": (EXPECTED, "weights=1.5, gradients=2.0", ["grad_parity"]),
+}
 
 
-def test_an_expected_difference_of_values_is_taken_out_of_the_training(failed):
-    assert failed(EXPECTED, "weights=1.5") == {}
-
-
-def test_a_second_defect_is_found_beside_an_expected_one(failed):
-    found = failed(EXPECTED, "weights=1.5, gradients=2.0")
-    assert list(found) == ["grad_parity"]
+def test_what_is_found_depends_on_the_selected_checks(project: Project) -> None:
+    cases = enumerate(SELECTED.values())  # a longer name leaves no room for a message in pytest's summary
+    loaders = [loader(str(number), arguments, defect) for number, (arguments, defect, _) in cases]
+    project.write("test_it.py", HEAD + "".join(loaders))
+    by_number = messages(project.run())
+    found = {name: by_number.get(str(number), {}) for number, name in enumerate(SELECTED)}
+    assert {name: list(checks) for name, checks in found.items()} == {
+        name: checks for name, (_, _, checks) in SELECTED.items()
+    }
+    unequal = found["values that do not exist are not equal"]["params_equal_reference"]
+    assert unequal.startswith("0.weight, ranks 0, 1: no")
+    untrained = found["training that did not run if no check says why"]["loss_parity"]
+    assert untrained == "not trained: 0.weight is on meta"
     # The backward reaches the last bias first.
-    assert found["grad_parity"].startswith("2.bias, ranks 0, 1: gradient")
+    second = found["a second defect beside an expected one"]["grad_parity"]
+    assert second.startswith("2.bias, ranks 0, 1: gradient")
+
+
+@pytest.mark.parametrize("option", ["-k=not grad_parity", "--deselect=test_it.py::test_it[grad_parity]"])
+def test_doubled_gradients_are_found_by_a_part_of_the_items(project: Project, option: str) -> None:
+    project.write("test_it.py", HEAD + loader("it", "", "gradients=2.0"))
+    assert "update_parity" in messages(project.run(option))["it"]
 
 
 @pytest.mark.parametrize(
     ("mark", "found"), [("skipif(True, reason='slow')", ["loss_parity"]), ("skipif(False, reason='slow')", [])]
 )
-def test_a_check_that_a_mark_skips_explains_nothing(failed, project, mark, found):
+def test_a_check_that_a_mark_skips_explains_nothing(project: Project, mark: str, found: list[str]) -> None:
     project.write(
         "conftest.py",
         f"""
@@ -117,11 +125,12 @@ def test_a_check_that_a_mark_skips_explains_nothing(failed, project, mark, found
                     item.add_marker(pytest.mark.{mark})
         """,
     )
-    names = failed('only=["loss_parity", "params_equal_reference"]', "weights=1.5")
-    assert [name for name in names if name == "loss_parity"] == found
+    only = 'only=["loss_parity", "params_equal_reference"]'
+    project.write("test_it.py", HEAD + loader("it", only, "weights=1.5"))
+    assert [name for name in messages(project.run()).get("it", {}) if name == "loss_parity"] == found
 
 
-def test_adopted_values_of_empty_and_uneven_shards(project):
+def test_adopted_values_of_empty_and_uneven_shards(project: Project) -> None:
     project.write(
         "test_it.py",
         """

@@ -103,7 +103,7 @@ def test_loader(fsdp):
         assert errors(project.run()) == [f"test_it.py::test_loader: @fsdp_conformance: {message}"]
 
 
-def test_the_option_simulates_loaders_that_would_run(project: Project) -> None:
+def test_the_option_simulates_the_loaders_that_it_can(project: Project) -> None:
     project.write(
         "test_it.py",
         f"""{LOADER}
@@ -115,17 +115,7 @@ def test_loader(fsdp):
 def test_hybrid(fsdp):
     assert tuple(fsdp.mesh.shape) == (2, 16)
     return load(fsdp)
-""",
-    )
-    result = project.run("--fsdp-simulate=32", "-rs")
-    result.assert_outcomes(passed=2, skipped=1)
-    result.stdout.fnmatch_lines(["*simulated: the ranks have no values, and send nothing*"])
 
-
-def test_the_option_leaves_loaders_alone_that_it_cannot_simulate(project: Project) -> None:
-    project.write(
-        "test_it.py",
-        f"""{LOADER}
 @fsdp_conformance(world_size=2, simulate=False, only=["shards_tile_the_tensor"])
 def test_real(fsdp):
     assert fsdp.world_size == 2 and not fsdp.simulated
@@ -134,11 +124,11 @@ def test_real(fsdp):
 @fsdp_conformance(mesh={{"tp": 2}}, only=["shards_tile_the_tensor"])
 def test_tp(fsdp):
     return load(fsdp)
-
 """,
     )
-    result = project.run("--fsdp-simulate=32", "-rs")
-    result.assert_outcomes(passed=1, skipped=1)
+    result = project.run("--fsdp-simulate=32", "-rs", "-p", "no:randomly")
+    result.assert_outcomes(passed=3, skipped=2)
+    result.stdout.fnmatch_lines(["*simulated: the ranks have no values, and send nothing*"])
     result.stdout.fnmatch_lines(["*--fsdp-simulate: mesh {'tp': 2} has no dimension that shards data and could be*"])
 
 
@@ -397,25 +387,25 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("asking", ASKING)
-def test_a_loader_that_asks_for_what_is_not_there_is_told_where(project: Project, asking: str) -> None:
-    line, message = ASKING[asking]
-    project.write(
-        "test_it.py",
-        f"""{LOADER}
+def test_loaders_that_ask_for_what_is_not_there_are_told_where(project: Project) -> None:
+    loaders = [
+        f"""
 @fsdp_conformance(simulate=16, only=["shards_tile_the_tensor"])
-def test_loader(fsdp):
+def test_{number}(fsdp):
     {line}
     return model
-""",
-    )
-    result = project.run()
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"test_loader: {message}"])
+"""
+        for number, (line, _) in enumerate(ASKING.values())
+    ]
+    project.write("test_it.py", LOADER + "".join(loaders))
+    result = project.run("-p", "no:randomly")
+    result.assert_outcomes(errors=len(ASKING))
+    for number, (_, message) in enumerate(ASKING.values()):
+        result.stdout.fnmatch_lines([f"test_{number}: {message}"])
     assert "Traceback" not in result.stdout.str()
 
 
-def test_a_memory_error_of_the_author_is_kept(project):
+def test_a_memory_error_of_the_author_is_kept(project: Project) -> None:
     project.write(
         "test_it.py",
         f"""{LOADER}

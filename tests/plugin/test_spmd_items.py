@@ -61,18 +61,30 @@ class TestClass:
     def test_method(self, fsdp):
         assert summed(self.factor) == 4
 
+@fsdp_spmd(process_group="loader")
+def test_group(fsdp):
+    dist.init_process_group("gloo")
+    assert summed(1) == 2
+
+@fsdp_spmd
+def test_returns(fsdp): return fsdp.rank == 5
+
 def test_plain(): ...
 """,
     )
-    result.assert_outcomes(passed=6)
+    result.assert_outcomes(passed=8, warnings=1)
     assert list(results(result)) == [
         "test_sizes[world1]",
         "test_sizes[world3]",
         "test_mesh[1]",
         "test_mesh[2]",
         "TestClass::test_method",
+        "test_group",
+        "test_returns",
         "test_plain",
     ]
+    returned = "test_it.py::test_returns returned a bool, but a test should return None; did you mean assert?"
+    assert returned in result.stdout.str()
 
 
 def test_a_failing_assert_shows_its_values_and_its_rank(project: Project) -> None:
@@ -98,10 +110,17 @@ def test_exits(fsdp):
 
 @fsdp_spmd
 def test_passes(fsdp): summed(1)
+
+@fsdp_spmd
+def test_other_addresses(fsdp): assert object() is None
+
+@fsdp_spmd
+def test_unpaired(fsdp):
+    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
 """,
         "-p", "no:randomly",
     )  # fmt: skip
-    assert list(results(result).values()) == ["failed", "failed", "failed", "passed"]
+    assert list(results(result).values()) == ["failed", "failed", "failed", "passed", "failed", "error"]
     lines = story(result, "test_fails")
     assert lines[:2] == ["rank 1 raised AssertionError: of the helper", "(while running test_fails)"]
     assert "E       assert [1, 2, 1] == [1, 2, 0]" in lines
@@ -118,6 +137,11 @@ def test_passes(fsdp): summed(1)
         "enough",
     ]
     assert story(result, "test_exits")[0] == "rank 1 exited with code 7 before it answered"
+    lines = story(result, "test_other_addresses")
+    assert lines[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
+    assert not any(line.startswith("then rank") for line in lines)
+    (unpaired,) = (line for line in story(result, "test_unpaired") if line.startswith("the ranks have not called"))
+    assert unpaired.startswith("the ranks have not called the same number of collectives (rank 0: ")
 
 
 def test_plain_asserts_stay_plain(project: Project) -> None:
@@ -171,21 +195,6 @@ def test_skip_of_unittest(fsdp): raise __import__("unittest").SkipTest("no GPU")
     (differ,) = [line for line in result.outlines if "rank 1 skipped (a)" in line and "rank 0" in line]
     assert "rank 0 expected to fail (b)" in differ
     assert story(result, "test_one_skips_and_one_fails")[0] == "rank 0 raised RuntimeError: boom"
-
-
-def test_a_fixture_value_that_cannot_be_pickled_is_named(project: Project) -> None:
-    result = run(
-        project,
-        """
-import threading
-@pytest.fixture
-def lock(): return threading.Lock()
-@fsdp_spmd
-def test_x(fsdp, lock): ...
-""",
-    )
-    result.assert_outcomes(errors=1)
-    assert "fixture 'lock' returns a lock, which cannot be sent to the ranks" in result.stdout.str()
 
 
 def test_a_kept_world_is_reset_between_tests(project: Project) -> None:
@@ -404,6 +413,9 @@ def test_fsdp_world(project: Project) -> None:
     result = run(
         project,
         """
+import threading
+LOCK = threading.Lock()
+
 def double(x, plus=0): return 2 * x + plus + current().rank
 
 @pytest.fixture
@@ -428,17 +440,24 @@ def test_failure(fsdp_world):
     assert fsdp_world.run(summed, 2) == [4, 4]
     fsdp_world.run(boom)
 
-def test_unsendable(fsdp_world):
-    import threading
-    fsdp_world.run(print, threading.Lock())
+def test_unreadable(fsdp_world): fsdp_world.run(lambda: (_ for _ in ()))
 
-def test_unreadable(fsdp_world):
-    fsdp_world.run(lambda: (_ for _ in ()))
+def test_unsendable(fsdp_world): fsdp_world.run(print, LOCK)
+
+def test_keyword(fsdp_world): fsdp_world.run(print, 1, end=LOCK)
+
+def test_closure(fsdp_world):
+    lock = threading.Lock()
+    fsdp_world.run(lambda: lock.acquire())
+
+def test_number(fsdp_world): fsdp_world.run(5)
+
+def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
 """,
     )
-    assert list(results(result).values()) == ["passed", "failed", "failed", "failed"]
+    assert list(results(result).values()) == ["passed", *["failed"] * 7]
     lines = story(result, "test_failure")
-    assert ">       fsdp_world.run(boom)" in lines[-20:] or ">       fsdp_world.run(boom)" in lines
+    assert ">       fsdp_world.run(boom)" in lines
     assert "E       pytest_fsdp_meta.worlds.failures.WorldError: rank 1 raised KeyError: 'boom'" in lines
     assert not any("fixture_worlds.py" in line or "world.py" in line for line in lines)
     text = result.stdout.str()
@@ -447,6 +466,13 @@ def test_unreadable(fsdp_world):
         in text
     )
     assert "ranks 0, 1 returned a generator that cannot be sent back" in text
+    assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
+    assert (
+        "function <lambda> of fsdp_world.run, or something it refers to, cannot be sent to the ranks (TypeErr" in text
+    )
+    assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
+    assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
+    assert "cloudpickle" not in text
 
 
 def test_fsdp_world_outside_of_its_test(project: Project) -> None:
@@ -665,6 +691,16 @@ def test_positional(fsdp_world): ...
 @pytest.mark.fsdp_world(world_size=4)
 @fsdp_spmd
 def test_other_mark(fsdp): ...
+@pytest.mark.fsdp_world(world_size=4)
+def test_unasked(): ...
+@fsdp_spmd(world_size=2)
+@fsdp_spmd(world_size=4)
+def test_twice(fsdp): ...
+@pytest.mark.fsdp_world(world_size=3)
+class TestAll:
+    def test_plain(self): ...
+    @pytest.mark.fsdp_world(world_size=1)
+    def test_other(self, fsdp_world): ...
 class TestUnit(__import__("unittest").TestCase):
     @pytest.fixture(autouse=True)
     def world(self, fsdp_world): self.world = fsdp_world
@@ -688,45 +724,12 @@ class TestUnit(__import__("unittest").TestCase):
         "@fsdp_conformance or @fsdp_spmd",
         "test_it.py::test_other_mark: @pytest.mark.fsdp_world configures fixture 'fsdp_world' only; pass its "
         "arguments to @fsdp_spmd",
+        "test_it.py::test_unasked: @pytest.mark.fsdp_world configures fixture 'fsdp_world', which the test does not "
+        "request, so nothing would run on ranks; request the fixture, or use @fsdp_spmd",
+        "test_it.py::test_twice: @fsdp_spmd is applied twice; merge the two (for several sizes: world_size=(2, 4))",
         "test_it.py::TestUnit::test_unit: a test that requests fixture 'fsdp_world' should be a function or a method "
         "of a plain class; pytest cannot parametrize methods of unittest.TestCase",
     ]
-
-
-def test_without_the_plugin_an_spmd_test_fails(project: Project) -> None:
-    result = run(project, "@fsdp_spmd\ndef test_x(): ...\n", "-p", "no:fsdp_meta")
-    result.assert_outcomes(failed=1)
-    assert (
-        "test_x runs on ranks of pytest-fsdp-meta, whose plugin is not active, so it did not run; install "
-        "pytest-fsdp-meta and remove '-p no:fsdp_meta'" in result.outlines
-    )
-
-
-def test_a_body_that_returns_something_warns(project: Project) -> None:
-    result = run(project, "@fsdp_spmd\ndef test_x(fsdp): return fsdp.rank == 5\n")
-    result.assert_outcomes(passed=1, warnings=1)
-    assert (
-        "test_it.py::test_x returned a bool, but a test should return None; did you mean assert?" in result.stdout.str()
-    )
-
-
-def test_the_body_may_initialise_the_process_group(project: Project) -> None:
-    text = """
-@fsdp_spmd(process_group="loader")
-def test_x(fsdp):
-    dist.init_process_group("gloo")
-    assert summed(1) == 2
-"""
-    run(project, text).assert_outcomes(passed=1)
-
-
-def test_under_xdist(project: Project) -> None:
-    text = """
-@fsdp_spmd(scope="session")
-@pytest.mark.parametrize("n", range(8))
-def test_x(fsdp, n): assert summed(n) == 2 * n
-"""
-    run(project, text, "-n2").assert_outcomes(passed=8)
 
 
 def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
@@ -735,36 +738,7 @@ def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
     project.run_cold().assert_outcomes(passed=1)
 
 
-def test_an_argument_of_run_that_cannot_be_pickled_is_named(project: Project) -> None:
-    result = run(
-        project,
-        """
-import threading
-LOCK = threading.Lock()
-
-def test_keyword(fsdp_world): fsdp_world.run(print, 1, end=threading.Lock())
-
-def test_closure(fsdp_world):
-    lock = threading.Lock()
-    fsdp_world.run(lambda: lock.acquire())
-
-def test_number(fsdp_world): fsdp_world.run(5)
-
-def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
-""",
-    )
-    result.assert_outcomes(failed=4)
-    text = result.stdout.str()
-    assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
-    assert (
-        "function <lambda> of fsdp_world.run, or something it refers to, cannot be sent to the ranks (TypeErr" in text
-    )
-    assert "fsdp_world.run: 5 should be a function, or its name as 'module:name'" in text
-    assert "fsdp_world.run: 'dist.get_rank' should be a function, or its name as 'module:name'" in text
-    assert "cloudpickle" not in text
-
-
-def test_builtin_fixtures_of_pytest_on_ranks(project: Project) -> None:
+def test_fixtures_on_ranks(project: Project) -> None:
     result = run(
         project,
         """
@@ -784,53 +758,16 @@ def test_property(fsdp, record_property): ...
 
 @fsdp_spmd
 def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
+
+@pytest.fixture
+def lock(): return __import__("threading").Lock()
+
+@fsdp_spmd
+def test_lock(fsdp, lock): ...
 """,
     )
-    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
+    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed", "error"]
+    assert "fixture 'lock' returns a lock, which cannot be sent to the ranks" in result.stdout.str()
     why = "works in the pytest process only; use something inside the body instead, such as pytest.warns"
     assert f"fixture 'recwarn' {why}" in result.stdout.str()
     assert f"fixture 'record_property' {why}" in result.stdout.str()
-
-
-def test_a_forgotten_collective_is_an_error_in_a_fresh_world_too(project: Project) -> None:
-    result = run(
-        project,
-        """
-@fsdp_spmd
-def test_x(fsdp):
-    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
-""",
-    )
-    result.assert_outcomes(passed=1, errors=1)
-    assert story(result, "test_x")[0].startswith("the ranks have not called the same number of collectives (rank 0: ")
-
-
-def test_marks_without_effect_are_usage_errors(project: Project) -> None:
-    project.write(
-        "test_it.py",
-        BARE
-        + """
-@pytest.mark.fsdp_world(world_size=4)
-def test_unasked(): ...
-@fsdp_spmd(world_size=2)
-@fsdp_spmd(world_size=4)
-def test_twice(fsdp): ...
-@pytest.mark.fsdp_world(world_size=3)
-class TestAll:
-    def test_plain(self): ...
-    @pytest.mark.fsdp_world(world_size=1)
-    def test_other(self, fsdp_world): ...
-""",
-    )
-    assert errors(project.collect()) == [
-        "test_it.py::test_unasked: @pytest.mark.fsdp_world configures fixture 'fsdp_world', which the test does not "
-        "request, so nothing would run on ranks; request the fixture, or use @fsdp_spmd",
-        "test_it.py::test_twice: @fsdp_spmd is applied twice; merge the two (for several sizes: world_size=(2, 4))",
-    ]
-
-
-def test_failures_that_differ_only_in_addresses_are_shown_once(project: Project) -> None:
-    text = "@fsdp_spmd\ndef test_x(fsdp): assert object() is None\n"
-    lines = story(run(project, text), "test_x")
-    assert lines[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
-    assert not any(line.startswith("then rank") for line in lines)

@@ -41,19 +41,9 @@ WRONG = [
     ),
     ("simulate=10**9", "a simulated world has at most 131072 ranks, not 1000000000; torch lists all of them"),
     ("mesh=[2, 2]", "mesh=[2, 2] should be a dict of dimension names to sizes, such as {'dp_shard': 2}"),
-    ("mesh={}", "mesh has no dimensions; write for example mesh={'dp_shard': 2}"),
-    ("mesh={'tp': 0}", "mesh size tp=0 should be a positive int, or -1 for the remaining ranks"),
     (
         "world_size=4, mesh={'dp_replicate': 2, 'dp_shard': 3}",
         "mesh dp_replicate=2 x dp_shard=3 has 6 ranks, but the world size is 4",
-    ),
-    (
-        "world_size=3, mesh={'dp_replicate': 2, 'dp_shard': -1}",
-        "mesh dp_replicate=2 x dp_shard=-1 does not fit a world of 3, which is not a multiple of 2",
-    ),
-    (
-        "mesh={'dp_replicate': -1, 'dp_shard': -1}",
-        "mesh dp_replicate=-1 x dp_shard=-1 leaves 2 sizes open; only one may be -1",
     ),
     (
         "skip={'no_meta_params': 'a'}, xfail={'no_meta_params': 'b'}",
@@ -133,12 +123,19 @@ def test_a_world_that_no_machine_has_room_for(project: Project, size: int) -> No
     assert line.endswith(f"a world of {size} is too large; use at most 1024 ranks")
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_run(project: Project) -> None:
+FOLDERS = ["/proc/reports", "taken", "file", "~nobody-of-this-name/x", "loop", "dangling/x", "", "x" * 300]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(project: Project, folder: str) -> None:
     project.write("test_it.py", "def test_a(): ...")
+    project.write("file", "")
     (project.path / "taken" / "report.json").mkdir(parents=True)
-    for folder in ("/proc/reports", "taken"):
-        [line] = errors(project.collect(f"--fsdp-report={folder}"))
-        assert line.startswith(f"--fsdp-report: invalid value '{folder}' (expected a writable folder")
+    (project.path / "loop").symlink_to("loop")
+    (project.path / "dangling").symlink_to("nowhere")
+    [line] = errors(project.collect(f"--fsdp-report={folder}"))
+    right = "expected a writable folder, or one that can be created"
+    assert line == f"--fsdp-report: invalid value {folder!r} ({right})"
 
 
 def test_every_problem_is_reported_and_the_same_one_once(project: Project) -> None:
@@ -163,7 +160,7 @@ def test_every_problem_is_reported_and_the_same_one_once(project: Project) -> No
     ]
 
 
-def test_fsdp_where_it_does_not_exist(project: Project) -> None:
+def test_loaders_and_fixtures_that_cannot_work(project: Project) -> None:
     project.write(
         "test_it.py",
         """
@@ -183,9 +180,18 @@ def test_fsdp_where_it_does_not_exist(project: Project) -> None:
         @pytest.mark.fsdp_conformance
         class TestD(unittest.TestCase):
             def test_d(self): ...
+        @fsdp_conformance
+        async def test_e(fsdp): ...
+        @pytest.mark.fsdp_conformance
+        async def test_f(fsdp): ...
+        @fsdp_conformance
+        def test_g(fsdp):
+            yield
         """,
     )
     assert errors(project.collect()) == [
+        "test_it.py::test_e and 2 more: @fsdp_conformance: a loader should be a plain function, not a coroutine or a "
+        "generator",
         "test_it.py::test_a: fixture 'sharded' requests 'fsdp', which exists on the ranks only, while fixtures run "
         "in the pytest process; request fsdp in the test itself",
         "test_it.py::test_b: the test requests 'fsdp', which exists on the ranks only; decorate it with "
@@ -194,27 +200,6 @@ def test_fsdp_where_it_does_not_exist(project: Project) -> None:
         "rename the other one",
         "test_it.py::TestD::test_d: @fsdp_conformance: a loader should be a function or a method of a plain class; "
         "pytest cannot parametrize methods of unittest.TestCase",
-    ]
-
-
-def test_coroutines_and_generators(project: Project) -> None:
-    project.write(
-        "test_it.py",
-        """
-        import pytest
-        from pytest_fsdp_meta import fsdp_conformance
-        @fsdp_conformance
-        async def test_c(fsdp): ...
-        @pytest.mark.fsdp_conformance
-        async def test_d(fsdp): ...
-        @fsdp_conformance
-        def test_e(fsdp):
-            yield
-        """,
-    )
-    assert errors(project.collect()) == [
-        "test_it.py::test_c and 2 more: @fsdp_conformance: a loader should be a plain function, not a coroutine or a "
-        "generator",
     ]
 
 

@@ -45,7 +45,7 @@ def test_plain(n):
 """
 
 
-@pytest.mark.parametrize("dist", ["load", "loadfile"])
+@pytest.mark.parametrize("dist", ["load", "loadfile", "worksteal"])
 def test_a_loader_runs_once(project: Project, dist: str) -> None:
     project.loaders(LOADERS)
     result = project.run("-n2", "--dist", dist, "-v", "--junitxml=junit.xml")
@@ -59,24 +59,6 @@ def test_a_loader_runs_once(project: Project, dist: str) -> None:
     assert once in (project.path / "junit.xml").read_text()
     assert once not in text
     assert "rerun: python -m pytest 'test_it.py::test_y[no_meta_params]' -p no:cacheprovider" in result.outlines
-
-
-def test_worksteal(project: Project) -> None:
-    project.loaders(
-        """
-        import pytest
-
-        @pytest.mark.parametrize("n", [1, 2])
-        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
-        def test_x(fsdp, n):
-            note(f"{n}/{fsdp.rank}")
-            return load(fsdp)
-
-        def test_plain(): ...
-        """
-    )
-    project.run("-n2", "--dist", "worksteal").assert_outcomes(passed=5)
-    assert sorted(project.notes) == ["1/0", "1/1", "2/0", "2/1"]
 
 
 def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) -> None:
@@ -94,7 +76,7 @@ def test_xdist_distributes_as_usual_without_loaders(project: Project, args: tupl
 
 def test_without_xdist(project: Project) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.run("-p", "no:xdist").assert_outcomes(passed=1)
+    project.run("-p", "no:xdist", "--fsdp-slots=1").assert_outcomes(passed=1)
 
 
 def test_loader_of() -> None:
@@ -256,8 +238,3 @@ def test_a_long_wait_is_reported(project: Project, monkeypatch: pytest.MonkeyPat
     result.stderr.re_match_lines(
         [r"\[gw\d\] test_it.py::test_x: waiting for 2 of 2 slots: gw\d holds 0, 1 for test_it.py::test_x \(\d+ s\)"]
     )
-
-
-def test_slots_without_xdist_change_nothing(project: Project) -> None:
-    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.run("--fsdp-slots=1").assert_outcomes(passed=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -88,23 +89,19 @@ def test_the_gpus_that_torch_can_use_are_counted(tmp_path: Path, monkeypatch: py
     assert count_gpus(engine.launch_process) == 3
 
 
-def test_a_server_that_has_asked_cuda_for_devices_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("device_file", "method"), [(GPU, "bare"), (NO_GPU_FILE, "forkserver")])
+def test_a_server_that_has_asked_cuda_for_devices_is_not_forked_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_file: str, method: str
 ) -> None:
     """CUDA then refuses to start in forked processes, and only those can find out."""
-    preload = _with_torch(TORCH.format(bad_fork=True, device_file=GPU), tmp_path, monkeypatch, "forkserver")
-    with pytest.warns(UserWarning, match="importing the test modules asked CUDA for its devices, so ranks are spawned"):
-        preload.ready()
-    assert preload.method == "bare"
-
-
-def test_a_server_that_has_asked_cuda_for_devices_is_forked_on_a_machine_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = TORCH.format(bad_fork=True, device_file=NO_GPU_FILE)
+    torch = TORCH.format(bad_fork=True, device_file=device_file)
     engine = _with_torch(torch, tmp_path, monkeypatch, "forkserver")
-    engine.ready()
-    assert engine.method == "forkserver"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.ready()
+    asked = "importing the test modules asked CUDA for its devices, so ranks are spawned"
+    assert [asked in str(one.message) for one in caught] == ([True] if method == "bare" else [])
+    assert engine.method == method
 
 
 ASKS = "torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()"

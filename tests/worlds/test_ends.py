@@ -107,6 +107,13 @@ world.run(stuck, "{how}")
 """
 
 
+def assert_folders_removed(folder: Path) -> None:
+    deadline = time.monotonic() + 5.0  # the fork server removes the folders last
+    while left := list(folder.glob("fsdp-*")):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("how", "method"),
     [
@@ -128,10 +135,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, how: str, method:
         process.kill()
         process.wait()
         assert_gone(pids)
-    deadline = time.monotonic() + 5.0  # the fork server removes the folders last
-    while left := list(tmp_path.glob("fsdp-*")):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
+    assert_folders_removed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +156,7 @@ def test_a_signal_to_the_whole_process_group(tmp_path: Path, number: signal.Sign
         os.killpg(process.pid, number)
         process.wait()
         assert_gone(pids)
-    deadline = time.monotonic() + 5.0
-    while left := list(tmp_path.glob("fsdp-*")):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
+    assert_folders_removed(tmp_path)
 
 
 def test_ranks_do_not_ignore_the_signals_that_the_fork_server_ignores() -> None:

@@ -82,22 +82,15 @@ def test_different_exceptions_are_reported_in_order_of_time() -> None:
     assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
 
 
-def test_a_misuse_is_reported_by_its_message_alone() -> None:
+@pytest.mark.parametrize(("ranks", "text"), [([0, 1, 2], "declare the batch"), ([1], "rank 1: declare the batch")])
+def test_a_misuse_is_reported_by_its_message_alone(ranks: list[int], text: str) -> None:
     def misuse() -> None:
-        raise Misuse("declare the batch")
-
-    error = fails(world(2), misuse)
-    assert error.user
-    assert str(error) == error.summary == "declare the batch"
-
-
-def test_a_misuse_of_one_rank_alone_names_it() -> None:
-    def misuse() -> None:
-        if current().rank == 1:
+        if current().rank in ranks:
             raise Misuse("declare the batch")
 
     error = fails(world(3), misuse)
-    assert str(error) == error.summary == "rank 1: declare the batch"
+    assert error.user
+    assert str(error) == error.summary == text
 
 
 def test_control_characters_of_a_rank_are_escaped() -> None:
@@ -128,6 +121,13 @@ def test_a_label_replaces_the_name_of_the_only_rank() -> None:
         assert fails(alone, boom).summary == "the reference raised RuntimeError: boom"
 
 
+def fork_and_die() -> None:
+    """End while a child holds the pipe of this rank."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(9)
+
+
 @pytest.mark.parametrize(
     ("act", "summary"),
     [
@@ -138,8 +138,9 @@ def test_a_label_replaces_the_name_of_the_only_rank() -> None:
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
         (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
         (lambda: os.abort(), "was killed by SIGABRT"),
+        (fork_and_die, "exited with code 9 before it answered"),
     ],
-    ids=["exit7", "exited like a rank that was cut off", "exit0", "sys.exit", "sigkill", "sigsegv", "abort"],
+    ids=["exit7", "exited like a rank that was cut off", "exit0", "sys.exit", "sigkill", "sigsegv", "abort", "fork"],
 )
 def test_the_rank_that_ended_is_named_not_those_that_waited_for_it(act: Callable[[], object], summary: str) -> None:
     broken = world(4)
@@ -266,15 +267,6 @@ def test_a_rank_that_cannot_enter_the_parents_directory(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_rank_that_dies_is_noticed_even_if_its_children_hold_its_pipe() -> None:
-    def fork_and_die() -> None:
-        if os.fork() == 0:
-            time.sleep(1000)
-        os._exit(9)
-
-    assert fails(world(2), on_rank(0, fork_and_die)).summary == "rank 0 exited with code 9 before it answered"
-
-
 def test_threads_that_a_loader_leaves_behind_do_not_delay_the_end() -> None:
     def leave_thread() -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
@@ -315,9 +307,6 @@ def test_a_connection_error_of_the_users_own_is_not_a_consequence() -> None:
     assert "lost the connection" not in str(error)
 
 
-OUTCOMES = ["builtins.LookupError"]
-
-
 def leave(delays: dict[int, float]) -> None:
     """Raise LookupError on these ranks, each after its delay in seconds."""
     if current().rank in delays:
@@ -325,29 +314,25 @@ def leave(delays: dict[int, float]) -> None:
         raise LookupError("nothing to do")
 
 
-def test_a_unanimous_outcome_leaves_the_world_running() -> None:
+@pytest.mark.parametrize(
+    ("delays", "outcomes", "unanimous", "survives"),
+    [
+        ({0: 0.0, 1: 1.5}, ["builtins.LookupError"], "builtins.LookupError", True),
+        ({1: 0.0}, ["builtins.LookupError"], "", False),
+        ({0: 0.0, 1: 0.0}, [], "builtins.LookupError", False),
+    ],
+    ids=["an outcome of all ranks", "of one rank only", "an exception that is no outcome"],
+)
+def test_a_world_survives_only_a_unanimous_outcome(
+    delays: dict[int, float], outcomes: list[str], unanimous: str, survives: bool
+) -> None:
     with world_of(2) as running:
         with pytest.raises(WorldError) as caught:
-            running.call(leave, [{0: 0.0, 1: 1.5}], unanimous_outcomes=OUTCOMES)
-        assert caught.value.unanimous == "builtins.LookupError"
-        assert running.run(total, 1.0) == [1.0, 1.0]
-
-
-def test_an_outcome_of_one_rank_only_ends_the_world() -> None:
-    with world_of(2) as running:
-        with pytest.raises(WorldError) as caught:
-            running.call(leave, [{1: 0.0}], unanimous_outcomes=OUTCOMES)
-        assert [failure.rank for failure in caught.value.failures] == [1]
-        assert caught.value.unanimous == ""
-        assert not running.alive
-
-
-def test_the_same_exception_on_all_ranks_ends_the_world_unless_it_is_an_outcome() -> None:
-    with world_of(2) as running:
-        with pytest.raises(WorldError) as caught:
-            running.run(leave, {0: 0.0, 1: 0.0})
-        assert caught.value.unanimous == "builtins.LookupError"
-        assert not running.alive
+            running.call(leave, [delays], unanimous_outcomes=outcomes)
+        assert {failure.rank for failure in caught.value.failures} == set(delays)
+        assert caught.value.unanimous == unanimous
+        assert running.alive == survives
+        assert not survives or running.run(total, 1.0) == [1.0, 1.0]
 
 
 def test_the_fork_server_is_killed() -> None:

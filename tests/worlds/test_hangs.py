@@ -83,36 +83,6 @@ def test_a_rank_that_returned_while_the_others_wait_for_it() -> None:
     assert stacks_of(error)["rank 1"].strip() == "(the call has returned)"
 
 
-def test_a_hang_outside_any_collective() -> None:
-    def hang() -> None:
-        if current().rank == 1:
-            time.sleep(1000)
-
-    error = hung(2, hang)
-    assert re.fullmatch(rf"rank 1 hung in hang, {LINE}; rank 0 had returned", error.summary)
-    assert not error.view
-    assert "in hang" in stacks_of(error)["rank 1"]
-
-
-def test_ranks_in_different_collectives() -> None:
-    def differ() -> None:
-        import torch
-        import torch.distributed as dist
-
-        mine = torch.ones(2, dtype=torch.bfloat16)
-        if dist.get_rank() == 1:
-            dist.all_gather([torch.empty_like(mine)] * 2, mine)
-        else:
-            dist.all_reduce(mine)
-
-    error = hung(2, differ)
-    assert re.fullmatch(rf"rank 0 hung in all_reduce, {LINE}; rank 1 hung in all_gather, {LINE}", error.summary)
-    view = error.view.splitlines()
-    assert re.fullmatch(rf"  rank 0 waits in all_reduce number 1 \(bfloat16\[2\], {LINE}\)", view[1])
-    assert re.fullmatch(rf"  rank 1 waits in all_gather number 1 \(bfloat16\[2\], {LINE}\)", view[2])
-    assert view[3] == "  mismatch: collective number 1 differs between these ranks"
-
-
 def test_groups_that_wait_for_each_other() -> None:
     def cross() -> None:
         import torch

@@ -224,40 +224,18 @@ def test_torch_still_has_the_private_names_that_process_groups_need() -> None:
     assert {"backend_options", "device_id"} <= set(named[6:])
 
 
-LOADERS = """
-import os
+AGAIN = """
 import torch.distributed as dist
 
-
-def sharded():
-    model = build()
-    fully_shard(model)
-    return Subject(model, reference=build)
-
-
-ONLY = ["no_meta_params", "params_equal_reference", "dcp_round_trip"]
-
-
-@fsdp_conformance(process_group="loader", only=ONLY)
-def test_env(fsdp):
-    dist.init_process_group("gloo")
-    return sharded()
-
-
-@fsdp_conformance(process_group="loader", only=ONLY)
-def test_tcp(fsdp):
-    method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=method, rank=fsdp.rank, world_size=fsdp.world_size)
-    return sharded()
-
-
-@fsdp_conformance(process_group="loader", only=ONLY)
+@fsdp_conformance(process_group="loader", only=["no_meta_params", "params_equal_reference", "dcp_round_trip"])
 def test_again(fsdp):
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo")
-    return sharded()
+    model = build()
+    fully_shard(model)
+    return Subject(model, reference=build)
 """
 
 MISUSED = """
@@ -282,25 +260,19 @@ def test_makes_it_twice(fsdp):
 @fsdp_conformance(only=["no_meta_params"])
 def test_has_one_already(fsdp):
     dist.init_process_group("gloo")
-
-
-@fsdp_conformance(process_group="loader", only=["no_meta_params"])
-def test_wants_the_mesh(fsdp):
-    dist.init_process_group("gloo")
-    fsdp.mesh
 """
 
 
-def test_loaders_that_make_the_group_pass_the_checks(project: Project) -> None:
-    project.loaders(LOADERS)
-    project.run().assert_outcomes(passed=9)
+def test_a_loader_that_makes_the_group_passes_the_checks(project: Project) -> None:
+    project.loaders(AGAIN)
+    project.run().assert_outcomes(passed=3)
 
 
 def test_errors_about_a_misused_process_group(project: Project) -> None:
     project.loaders(MISUSED)
     result = project.run()
-    result.assert_outcomes(errors=4)
-    tests = ("test_ends_it", "test_makes_it_twice", "test_has_one_already", "test_wants_the_mesh")
+    result.assert_outcomes(errors=3)
+    tests = ("test_ends_it", "test_makes_it_twice", "test_has_one_already")
     messages = {line for line in result.outlines if line.startswith(tuple(f"{test}: " for test in tests))}
     assert messages == {
         "test_ends_it: the loader destroyed the process group (destroy_process_group) that its model is sharded over, "
@@ -309,8 +281,6 @@ def test_errors_about_a_misused_process_group(project: Project) -> None:
         "test_has_one_already: the loader calls init_process_group, but the plugin has already created the process "
         "group; call it only if torch.distributed.is_initialized() is false, or set "
         '@fsdp_conformance(process_group="loader")',
-        'test_wants_the_mesh: ranks 0, 1 raised ValueError: fsdp.mesh does not exist with process_group="loader": the '
-        "loader makes its own mesh",
     }
 
 

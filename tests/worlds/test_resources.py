@@ -65,8 +65,9 @@ def test_out_of_memory_kills_that_the_system_does_not_count(monkeypatch: pytest.
         raise PermissionError
 
     assert processes.count_oom_kills() >= 0
-    monkeypatch.setattr(Path, "read_text", refuse)
-    assert processes.count_oom_kills() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        assert processes.count_oom_kills() == 0
 
 
 CUT = "closed the file descriptor of its connection to pytest"
