@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import hypothesis
+import numpy  # noqa: F401 - loads only once, and a test whose inner run in this process imports it unloads it
 import pytest
 
 from tests import warm_runs

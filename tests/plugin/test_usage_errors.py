@@ -87,7 +87,6 @@ def test_wrong_arguments(project: Project, decorator: str) -> None:
 
 
 def test_arrays_as_arguments_are_named_in_one_line(project: Project) -> None:
-    pytest.importorskip("numpy")  # before the inner run, which unloads what it has imported: numpy loads only once
     project.write(
         "test_it.py",
         """
