@@ -236,7 +236,7 @@ USAGE_PROBLEMS = {
     "no submodule": (judge("loading.absent:load"), "module 'loading.absent' not found"),
     "no attribute": (judge("loading:laod"), "module 'loading' has no 'laod'; did you mean 'load'?"),
     "no owner": (judge("loading:Loader.load"), "module 'loading' has no 'Loader.load'"),
-    "not callable": (judge("loading:PATH"), "loading:PATH is a str, but should be a function"),
+    "not callable": (judge("loading:PATH"), "loading:PATH is of type str, but should be a function"),
     "a coroutine": (judge("loading:later"), "a loader should be a plain function, not a coroutine"),
     "no file": (judge("sys:intern"), "intern(string, /) should take fsdp"),
     "raises": (judge("raising:load"), "'raising' cannot be imported, at raising.py:2: RuntimeError: no luck at all"),
