@@ -82,6 +82,16 @@ def test_different_exceptions_are_reported_in_order_of_time() -> None:
     assert "\n\nthen rank 0 raised ValueError: mine is 0\n\n" in text
 
 
+def test_a_failed_checkpoint_is_named_by_what_its_first_rank_raised(tmp_path: Path) -> None:
+    def load() -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load({"weight": None}, checkpoint_id=tmp_path)
+
+    summary = fails(world(2), load).summary
+    assert summary.startswith("ranks 0, 1 raised CheckpointException: AssertionError: metadata is None; ")
+
+
 @pytest.mark.parametrize(("ranks", "text"), [([0, 1, 2], "declare the batch"), ([1], "rank 1: declare the batch")])
 def test_a_misuse_is_reported_by_its_message_alone(ranks: list[int], text: str) -> None:
     def misuse() -> None:

@@ -232,9 +232,10 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     kind = type(error)
     try:
         text = str(error)
+        said = (_first_failure(error) or text).strip()
     except Exception:
-        text = "(its __str__ raised an exception)"
-    first = _shortened(text.strip().splitlines()[0], 300) if text.strip() else ""
+        text = said = "(its __str__ raised an exception)"
+    first = _shortened(said.splitlines()[0], 300) if said else ""
     hint = temp_folders.describe_full_disk(task.folder, error, text) or preload.hint(text)
     summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, hint)))
     return RankFailure(
@@ -248,6 +249,12 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
         message=_shortened(text, 20_000),
         place=tracebacks.user_place(error),
     )
+
+
+def _first_failure(error: BaseException) -> str:
+    """Return what the first rank raised, of torch's CheckpointException, whose first line only counts the ranks."""
+    failures = getattr(error, "failures", {}) if type(error).__name__ == "CheckpointException" else {}
+    return next((f"{type(cause).__name__}: {cause}" for cause, _ in failures.values()), "")
 
 
 def _shortened(text: str, limit: int) -> str:
