@@ -211,11 +211,13 @@ class TestFile:
         if is_torch:
             return call("torch.save", [f"{model}.state_dict()", f'folder / "{name}"'])
         # With both names of a tie, as loaders may read either. safetensors refuses tensors that share memory.
-        weights = f"weights = {{name: value.clone() for name, value in {model}.state_dict().items()}}"
+        build = f"model = {model}"
+        weights = "weights = {name: value.clone() for name, value in model.state_dict().items()}"
         if not name.endswith(INDEX):
-            return [weights, f'safetensors.torch.save_file(weights, folder / "{name}")']
+            return [build, weights, f'safetensors.torch.save_file(weights, folder / "{name}")']
         self._imports.add(("json", ""))
         return [
+            build,
             weights,
             f'shards = ["{SHARDS[0]}", "{SHARDS[1]}"]',
             "index = {name: shards[number % 2] for number, name in enumerate(weights)}",
