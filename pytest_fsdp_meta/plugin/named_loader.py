@@ -152,7 +152,7 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
     """
     values = dict(zip(GIVEN, (fsdp, checkpoint), strict=True))
     signature = _signature(function)
-    assign_devices: dict[str, Any] = {name: values.pop(name) for name in GIVEN if _takes(signature, name)}
+    bound: dict[str, Any] = {name: values.pop(name) for name in GIVEN if _takes(signature, name)}
     others = [p for p in signature.parameters.values() if p.name not in GIVEN]
     required = [
         p.name for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -160,15 +160,15 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
     if required:
         if len(required) != len(values):
             raise _unfit(function, signature)
-        assign_devices.update(zip(required, values.values(), strict=True))
+        bound.update(zip(required, values.values(), strict=True))
         values = {}
     rest = _rest(others)
     if values and rest is not None:
-        assign_devices[rest.name] = values if rest.kind is rest.VAR_KEYWORD else tuple(values.values())
+        bound[rest.name] = values if rest.kind is rest.VAR_KEYWORD else tuple(values.values())
         values = {}
     if "checkpoint" in values or any(p.default is p.empty and p.kind is p.KEYWORD_ONLY for p in others):
         raise _unfit(function, signature)
-    ordered = {name: assign_devices[name] for name in signature.parameters if name in assign_devices}
+    ordered = {name: bound[name] for name in signature.parameters if name in bound}
     return inspect.BoundArguments(signature, ordered)
 
 

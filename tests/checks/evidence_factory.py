@@ -487,12 +487,12 @@ def place(
     elif evidence.reference is not None:
         evidence = change_reference(evidence, name, shape=tuple(shape))
 
-    def assign_devices(rank: int) -> TensorFacts:
+    def facts_of(rank: int) -> TensorFacts:
         if not placements:
             return parameter(name, shape)
         return parameter(name, shape, mesh, placements, coordinates[rank % len(coordinates)])
 
-    return on_ranks(evidence, None, lambda r: tuple(assign_devices(r.rank) if t.name == name else t for t in r.tensors))
+    return on_ranks(evidence, None, lambda r: tuple(facts_of(r.rank) if t.name == name else t for t in r.tensors))
 
 
 def with_reference(evidence: Evidence, **facts: Any) -> Evidence:

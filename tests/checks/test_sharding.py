@@ -297,9 +297,9 @@ def test_the_mesh_of_experts_applies_to_experts_only():
     assert findings_of(found) == [(MIDDLE, tuple(range(8)), actual, "sharded over dp_shard_mod_ep=2", "")]
 
 
-@pytest.mark.parametrize("assign_devices", [(), ("R",)])
-def test_declared_unsharded_is_whole_plain_or_replicated(assign_devices):
-    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *assign_devices), unsharded=(MIDDLE,))
+@pytest.mark.parametrize("placements", [(), ("R",)])
+def test_declared_unsharded_is_whole_plain_or_replicated(placements):
+    evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, *placements), unsharded=(MIDDLE,))
     assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT, STAYS)] == ["passed"] * 3
 
 

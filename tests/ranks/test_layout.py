@@ -83,9 +83,9 @@ shards = st.one_of(st.none(), st.tuples(st.integers(0, 1), st.just(1)))
     plan=st.lists(st.tuples(st.integers(1, 4), shards), max_size=3),
 )
 def test_the_shards_of_all_ranks_cover_the_tensor_once_per_replica(shape, plan):
-    mesh, assign_devices = [size for size, _ in plan], [shard for _, shard in plan]
+    mesh, shards = [size for size, _ in plan], [shard for _, shard in plan]
     replicas = prod(size for size, shard in plan if shard is None)
-    seen = [index for held in everywhere(shape, assign_devices, mesh) for index in product(*indices(held))]
+    seen = [index for held in everywhere(shape, shards, mesh) for index in product(*indices(held))]
     assert sorted(seen) == sorted(list(product(*map(range, shape))) * replicas)
 
 

@@ -58,17 +58,13 @@ CLIP: Explanation = {
 )
 def grad_norm_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    if view.on_some_ranks and "clip_grad_norm" not in view.evidence.subject.declared:
-        raise NotJudged(
-            f"torch cannot compute the norm of these gradients ({first_of(sorted(view.on_some_ranks))} on some ranks "
-            "only); declare Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is "
-            "one"
-        )
     problem = next((run.norm_problem for run in runs if run.norm_problem), "")
+    if view.on_some_ranks and "clip_grad_norm" not in view.evidence.subject.declared:
+        problem = f"{first_of(sorted(view.on_some_ranks))} on some ranks only"
     if problem:
         raise NotJudged(
-            f"torch cannot compute the norm of these gradients ({problem}); declare "
-            "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one"
+            f"torch cannot compute the norm of these gradients ({problem}); declare Subject(clip_grad_norm=<callable>) "
+            "with the function that your training uses, if there is one"
         )
     if view.reference.norm is None or any(run.norm is None for run in runs):
         raise NotJudged("nothing is trainable, so there is no gradient to take a norm of")
