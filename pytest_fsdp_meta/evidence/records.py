@@ -207,6 +207,20 @@ class Unavailable:
     kind: str = ""
 
 
+@dataclass(frozen=True)
+class SmallerWorld:
+    """What the checks that failed find in a smaller world: of one rank, or along one dimension of the mesh alone.
+
+    ``mesh`` has (name, size) pairs. ``failed`` maps a check to the tensors in which it finds something there, "" for
+    the whole model; ``passed`` has those that find nothing. ``problem`` says why the loader could not be judged there.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    failed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+    problem: str = ""
+
+
 def not_declared(field: str) -> Unavailable:
     """Return the reason for an observation that needs a field of Subject which the author did not set."""
     return Unavailable(f"Subject({field}=...) is not declared", kind="undeclared")
@@ -252,6 +266,8 @@ class Evidence:
     """What ranks hold and send in a simulated world, and in smaller ones; the first is the world itself."""
     traces: tuple[RankTrace, ...] | None = None
     """What every module got and returned in one more first step; None if nothing departed in it."""
+    smaller: tuple[SmallerWorld, ...] = ()
+    """What failed checks find in smaller worlds, the one of a single rank first; empty if nothing failed."""
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""

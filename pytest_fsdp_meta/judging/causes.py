@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorFacts
 from pytest_fsdp_meta.judging.expectations import is_whole
-from pytest_fsdp_meta.judging.findings import Explanation
+from pytest_fsdp_meta.judging.findings import Explanation, ExplanationByWorld, either
 from pytest_fsdp_meta.judging.multiples import multiple
 
 Cases = Sequence[tuple[int, Comparison]]
@@ -46,11 +46,13 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanat
     if odd and not _shuffled(cases):
         return on_odd_ranks if may_be_other_slice(tensor, cases) else _ODD_IN_PART
     if _shuffled(cases):
-        return _SHUFFLED if is_whole(tensor) or not _of_other_ranks(cases) else _ODD_RANKS
+        return _SHUFFLED if is_whole(tensor) or not _of_other_ranks(cases) else _OTHER_RANKS
     # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
     # ones or zeros and buffers are computed, so that a part of them may be right by chance.
     random = tensor.kind == "parameter" and len(tensor.shape) > 1
-    return _IN_PART if random and all(c.differing < 0.9 * c.elements for _, c in cases) else {}
+    if random and all(c.differing < 0.9 * c.elements for _, c in cases):
+        return _IN_PART
+    return {} if is_whole(tensor) else _UNRELATED
 
 
 def _rounded_through(cases: Cases) -> str:
@@ -193,15 +195,21 @@ _IN_PART: Explanation = {
     "cause": "a part of it is right: rows, heads or experts were reordered, transposed or left out",
     "remedy": "compare the order of the parts in the checkpoint with the order that the module expects",
 }
-_SHUFFLED: Explanation = {
-    "cause": "it has the right values in another order: rows, halves (gate and up), heads (rotary layouts) or experts "
-    "were reordered or transposed, or it was sliced along another dim than its placement",
-    "remedy": f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
-}
-SWAPPED: Explanation = {
-    "cause": "it holds the values of another tensor: names were swapped (q and k, gate and up, a block and the next), "
-    "or ranks read tensors in different orders",
-    "remedy": "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
+_SHUFFLED = either(
+    "it has the right values in another order: ",
+    "rows, halves (gate and up), heads (rotary layouts) or experts were reordered or transposed",
+    "it was sliced along another dim than its placement",
+    f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
+)
+SWAPPED = either(
+    "it holds the values of another tensor: ",
+    "names were swapped (q and k, gate and up, a block and the next)",
+    "ranks read tensors in different orders",
+    "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
+)
+_UNRELATED: ExplanationByWorld = {
+    "cause_sharded": "it was read from another part of the tensor than its placement says, or is initialised again "
+    "where there are several ranks"
 }
 _ODD_WHOLE: Explanation = {
     "cause": "these ranks did not receive the weight that the others have: it was loaded on some ranks only, or "
@@ -211,4 +219,9 @@ _ODD_WHOLE: Explanation = {
 _ODD_RANKS: Explanation = {
     "cause": "these ranks read the slice of another rank, or only the others received the weight",
     "remedy": "take the offset from the DTensor's own mesh coordinate, and load on every rank",
+}
+_OTHER_RANKS: ExplanationByWorld = {
+    **_ODD_RANKS,
+    "cause_alone": _SHUFFLED["cause_alone"],
+    "cause_sharded": _ODD_RANKS["cause"],
 }

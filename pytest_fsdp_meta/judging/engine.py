@@ -14,6 +14,7 @@ from pytest_fsdp_meta.checks.simulation.facts import NO_VALUES
 from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
+from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
     Blocked,
     NotDeclared,
@@ -238,7 +239,8 @@ def _complete(check: Check, finding: Finding, run: _Run) -> Finding:
         finding = _convert_types(finding)
     if basic := _cause_left_out(check, finding, run):
         return basic
-    return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+    finding = replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
+    return add_smaller_worlds(check, finding, run.evidence.smaller)
 
 
 def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None:

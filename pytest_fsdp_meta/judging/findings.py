@@ -13,6 +13,23 @@ class Explanation(TypedDict, total=False):
     remedy: str
 
 
+class ExplanationByWorld(Explanation, total=False):
+    """Its cause is ``cause_alone`` if a world of one rank fails as well, and ``cause_sharded`` if that passes."""
+
+    cause_alone: str
+    cause_sharded: str
+
+
+def either(lead: str, alone: str, sharded: str, remedy: str) -> ExplanationByWorld:
+    """Return an explanation by two causes: ``sharded`` takes several ranks, ``alone`` is wrong on one rank as well."""
+    return {
+        "cause": f"{lead}{alone}; or {sharded}",
+        "cause_alone": lead + alone,
+        "cause_sharded": lead + sharded,
+        "remedy": remedy,
+    }
+
+
 class Mismatch(NamedTuple):
     """The actual and expected state of a tensor on one rank, with a more specific cause and remedy if known."""
 
@@ -44,6 +61,9 @@ class Finding:
     """Where the difference starts, in one line above all findings of the check; the same for all of them."""
     step: int | None = None
     """The step of the training at which it shows first, where that is known."""
+    cause_alone: str = ""
+    cause_sharded: str = ""
+    """The cause to show where a world of one rank fails as well, or passes; empty where that makes no difference."""
 
     @property
     def failed_tensors(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -186,7 +187,7 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
         )
     if problem:
         more += f"; the noise of the reference could not be measured ({problem})"
-    return {"cause": explanation["cause"] + more, "remedy": explanation["remedy"]}
+    return cast(Explanation, {key: text if key == "remedy" else f"{text}{more}" for key, text in explanation.items()})
 
 
 def explain_hooks_left_out(view: View) -> Explanation:

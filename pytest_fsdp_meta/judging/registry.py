@@ -11,7 +11,7 @@ from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.view import View
 
-NOT_OBSERVED = {"world", "subject", "traces", "unavailable", "tolerance"}
+NOT_OBSERVED = {"world", "subject", "traces", "smaller", "unavailable", "tolerance"}
 OBSERVATIONS = tuple(field.name for field in fields(Evidence) if field.name not in NOT_OBSERVED)
 
 

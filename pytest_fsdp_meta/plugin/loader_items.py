@@ -23,7 +23,7 @@ from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.trial import LoaderFailed, Trial, largest_world_size, world_facts
+from pytest_fsdp_meta.trial import LoaderFailed, Trial, judge_smaller_worlds, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import LeaseError, WorldSpec
 
 
@@ -260,6 +260,10 @@ class LoaderItem(CheckItem, pytest.Function):
                 trial = Trial(world, plugin.engine, spec.steps, spec.tolerance, plugin.listener, selection)
                 try:
                     run.evidence = trial.observe(run.call, wanted)
+                    if run is self.loader.run:  # Hypothesis runs many examples, most of them to shrink a failing one
+                        run.evidence = judge_smaller_worlds(
+                            trial, run.call, run.evidence, plugin.catalogue, self.loader.checks, selection
+                        )
                 finally:
                     run.outputs, run.seconds = trial.outputs, trial.seconds
         except LeaseError as error:
@@ -267,7 +271,9 @@ class LoaderItem(CheckItem, pytest.Function):
         except LoaderFailed as failure:
             run.failure = failure
         except pytest.fail.Exception as error:  # raised by a signal handler, as pytest-timeout's
-            run.failure, run.interrupted = self._interruption(error), True
+            interruption = self._interruption(error)
+            if run.evidence is None:  # else the loader was judged, and a smaller world took too long
+                run.failure, run.interrupted = interruption, True
 
     def _interruption(self, error: BaseException) -> LoaderFailed:
         """Return the failure of a loader that a time limit has ended, so that its other items do not run it again."""

@@ -7,6 +7,7 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,10 @@ class Trial:
     @property
     def seconds(self) -> dict[str, float]:
         return self._stopwatch.seconds
+
+    def timing(self, phase: str) -> AbstractContextManager[None]:
+        """Add the duration of the block to the seconds of a phase."""
+        return self._stopwatch.timing(phase)
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.

@@ -312,9 +312,9 @@ def test_wrong_parameters_explain_wrong_updates_and_those_the_losses():
 def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
     (finding,) = verdict(UPDATES, remeasured(healthy(), MIDDLE, 0.1, ranks=ranks, observed="parameters")).findings
     assert finding.cause == (
-        "the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on all "
-        "ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
-        "called in a world of 1 for the reference"
+        "the optimizer's learning rate, weight decay or parameter groups are not the reference's; or groups are "
+        "chosen by the size of a rank's shard, or the function that builds the optimizer depends on the number of "
+        "ranks (1 for the reference)"
     )
 
 

@@ -33,8 +33,9 @@ from tests.checks.evidence_factory import (
 
 PARITY = "loss_parity"
 FORWARD = (
-    "the first forward already differs although the weights are equal: the ranks' losses are not averaged correctly, "
-    "or a module is missing, replaced, random or configured differently (attention, scale, activation, precision)"
+    "the first forward already differs although the weights are equal: a module is missing, replaced, random or "
+    "configured differently (attention, scale, activation, precision); or the ranks' losses are not averaged "
+    "correctly, or what the ranks compute in parts is not put together correctly"
 )
 DIVERGED = (
     "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a tensor-parallel layer "

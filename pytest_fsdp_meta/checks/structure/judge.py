@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from pytest_fsdp_meta.evidence import TensorFacts, holding_stages
 from pytest_fsdp_meta.judging.families import structure_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import joined_runs, name_ranks
 
@@ -175,20 +176,29 @@ _BIAS: Explanation = {
 }
 
 
+_SHAPES = either(
+    "",
+    "the model is built from another config than the reference, or its vocabulary was resized",
+    "the placements do not fit the tensor, such as those of a 2-D weight for a 3-D stack of experts",
+    "choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local; if one rank has "
+    "this shape too, compare the configs",
+)
+
+
 @structure_check(
     promise="every parameter and buffer has the same global shape as in the reference",
     after=[MANIFEST, NAMES],
     why="DTensor.from_local does not validate placements: wrong ones silently change the global shape.",
-    cause="the placements do not fit the tensor (for example those of a 2-D weight used for a 3-D stack of experts), "
-    "the checkpoint is of another model, or the vocabulary was resized",
-    remedy="choose placements for each parameter's own dims, and pass the global shape to DTensor.from_local",
+    cause=_SHAPES["cause"],
+    remedy=_SHAPES["remedy"],
     references=["NVIDIA/TransformerEngine#2713"],
     simulated="too",
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
     for name, facts in view.tensors("parameter", "buffer", only=reference):
-        yield from view.findings_for(name, [(rank, _compare_shape(t, reference[name].shape)) for rank, t in facts])
+        found = view.findings_for(name, [(rank, _compare_shape(t, reference[name].shape)) for rank, t in facts])
+        yield from (finding if finding.cause else replace(finding, **_SHAPES) for finding in found)
 
 
 def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...]) -> Mismatch | None:

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     add_precision,
@@ -293,17 +293,20 @@ _ZERO: Explanation = {
     "cause": "the loss does not depend on it on these ranks, or its gradient is zeroed before the optimizer step",
     "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer step",
 }
-_DIFFERENT: Explanation = {
-    "cause": "the forward is correct and the backward is not: a gradient is reduced over too few ranks, a hook or a "
-    "custom backward changes it, or activation checkpointing recomputes with other random numbers",
-    "remedy": "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
-}
-_BY_STEP: Explanation = {
-    "cause": "train_step reduces, scales or clips it otherwise than one backward of the mean loss over the whole batch "
-    "and one clipping, or the backward itself is wrong on ranks",
-    "remedy": "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
+_DIFFERENT = either(
+    "the forward is correct and the backward is not: ",
+    "a hook or a custom backward changes the gradient, or activation checkpointing recomputes with other random "
+    "numbers",
+    "the gradient is reduced over too few ranks, or counts some rows twice",
+    "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
+)
+_BY_STEP = either(
+    "",
+    "train_step scales or clips it otherwise than one backward of the mean loss over the whole batch and one clipping",
+    "train_step reduces it over other ranks or rows, or clips by the norm of one rank's shards",
+    "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
     "reduction, by the norm of all ranks' gradients",
-}
+)
 _SCALED_BY_STEP: Explanation = {
     "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
     "them, and the reference does not",
@@ -316,12 +319,13 @@ _BEFORE_CLIPPING: Explanation = {
     "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
     "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
 }
-_SLIGHTLY_OFF: Explanation = {
-    "cause": "the error is small: the forward differs slightly (another activation, epsilon, scale or precision), or "
-    "gradients are rounded during the reduction",
-    "remedy": "compare the modules' settings and compute dtypes with the reference's; if the other precision is "
-    "intended, set tolerance=...",
-}
+_SLIGHTLY_OFF = either(
+    "the error is small: ",
+    "the forward differs slightly (another activation, epsilon, scale or precision)",
+    "gradients are rounded while they are reduced",
+    "compare the modules' settings and compute dtypes with the reference's; if the other precision is intended, set "
+    "tolerance=...",
+)
 _TIED: Explanation = {
     "cause": "it is tied to another parameter, so it has the gradients of both; the reference does not tie them",
     "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "

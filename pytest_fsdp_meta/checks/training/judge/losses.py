@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model
 from pytest_fsdp_meta.judging.coordinates import sequence_places
 from pytest_fsdp_meta.judging.families import training_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     add_precision,
@@ -177,19 +177,21 @@ _OWN_LABELS: Explanation = {
     "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by the "
     "number of data-parallel ranks, because gradients are averaged over them",
 }
-_OTHER_DIVISOR: Explanation = {
-    "cause": "the first loss of train_step differs although the weights are equal: it is divided by another number "
-    "than the reference's, such as the tokens of one micro-batch or of one rank, or the forward differs",
-    "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that is "
-    "right, compare the modules' settings with the reference's",
-}
-_OTHER_FORWARD: Explanation = {
-    "cause": "the first forward already differs although the weights are equal: the ranks' losses are not averaged "
-    "correctly, or a module is missing, replaced, random or configured differently (attention, scale, activation, "
-    "precision)",
-    "remedy": "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the "
-    "loader uses another precision on purpose, set tolerance=...",
-}
+_OTHER_DIVISOR = either(
+    "the first loss of train_step differs although the weights are equal: ",
+    "it is divided by another number than the reference's, such as the tokens of one micro-batch, or the forward "
+    "differs",
+    "it is divided by what one rank counts, such as its own tokens",
+    "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that is right, compare "
+    "the modules' settings with the reference's",
+)
+_OTHER_FORWARD = either(
+    "the first forward already differs although the weights are equal: ",
+    "a module is missing, replaced, random or configured differently (attention, scale, activation, precision)",
+    "the ranks' losses are not averaged correctly, or what the ranks compute in parts is not put together correctly",
+    "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader uses "
+    "another precision on purpose, set tolerance=...",
+)
 _STATE_BETWEEN_STEPS: Explanation = {
     "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
     "steps, such as a buffer or a cache that the forward updates on each rank separately",

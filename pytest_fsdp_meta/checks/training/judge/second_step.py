@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, SecondStep
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.families import training_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
@@ -28,6 +28,14 @@ from pytest_fsdp_meta.judging.limits import (
 )
 from pytest_fsdp_meta.judging.view import NotJudged, View
 
+_CHANGED = either(
+    "the parameters are right after the first step, and the second gradients are not: ",
+    "a forward keeps state, or computes with a copy of the weights from before the step",
+    "the reduction is off from the second step on",
+    "look for buffers and caches that the forward keeps between steps, for cast copies of weights, and for "
+    "set_requires_gradient_sync(False)",
+)
+
 
 @training_check(
     promise="if the first step moved the parameters as in the reference, each gradient of the second step equals the "
@@ -36,10 +44,8 @@ from pytest_fsdp_meta.judging.view import NotJudged, View
     after=BEFORE_UPDATES,
     why="A gradient that is not zeroed, a forward that keeps old weights and a reduction that stays off show only from "
     "the second step on.",
-    cause="the parameters are right after the first step, and the second gradients are not: a forward keeps state or "
-    "computes with a copy of the weights from before the step, or the reduction is off from the second step on",
-    remedy="look for buffers and caches that the forward keeps between steps, for cast copies of weights, and for "
-    "set_requires_gradient_sync(False)",
+    cause=_CHANGED["cause"],
+    remedy=_CHANGED["remedy"],
     references=["karpathy/llm.c#548"],
     tolerance=GRADIENT_TOLERANCE,
 )
@@ -109,7 +115,7 @@ def _describe_wrong_second(
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
         detail = describe_error(limits, others)
-        ranks, explanation = tuple(rank for rank, _ in others), explain_uneven_backwards(view, last=1)
+        ranks, explanation = tuple(rank for rank, _ in others), explain_uneven_backwards(view, last=1) or _CHANGED
         yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
 
 

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
@@ -35,6 +35,13 @@ MOST_PERPENDICULAR = 0.35
 If only the signs agree, the part is about 0.6."""
 SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
+_SETTINGS = either(
+    "",
+    "the optimizer's learning rate, weight decay or parameter groups are not the reference's",
+    "groups are chosen by the size of a rank's shard, or the function that builds the optimizer depends on the number "
+    "of ranks (1 for the reference)",
+    "compare the optimizer's groups and their settings with the reference's, by parameter name",
+)
 
 
 @training_check(
@@ -42,10 +49,8 @@ SAME_UPDATE = 0.02
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity"],
     why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
-    cause="the optimizer's learning rate, weight decay or parameter groups are not the reference's, or not alike on "
-    "all ranks: groups chosen by the size of a rank's shard, or a factory that depends on the world size, which is "
-    "called in a world of 1 for the reference",
-    remedy="compare the optimizer's groups and their settings with the reference's, by parameter name",
+    cause=_SETTINGS["cause"],
+    remedy=_SETTINGS["remedy"],
     references=["pytorch/pytorch#149205"],
     tolerance=UPDATE_TOLERANCE,
 )
@@ -100,7 +105,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
             if factor and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
-            explanation = explanation or explain_hooks_left_out(view)
+            explanation = explanation or explain_hooks_left_out(view) or _SETTINGS
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
 
 

@@ -1,0 +1,62 @@
+"""Say where a finding starts by what the same check finds in smaller worlds, and choose the cause that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pytest_fsdp_meta.evidence import SmallerWorld
+from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.judging.registry import Check
+
+FAMILIES = ("structure", "values", "tying", "training", "checkpoint")
+"""Families of checks whose findings may or may not be due to several ranks."""
+OF_RANKS = frozenset({"same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "dcp_reshards"})
+"""Checks of these families that compare ranks or worlds, so that a world of one rank proves nothing."""
+COMPARE = {
+    "structure": "the configs and the code that builds the model",
+    "values": "the code that builds the model and loads its weights",
+    "tying": "the code that builds the model and loads its weights",
+    "training": "the forward, the loss and the step",
+    "checkpoint": "save() and resume()",
+}
+"""Family -> where the cause is, if one rank is enough for the finding."""
+
+
+def may_be_due_to_ranks(check: Check) -> bool:
+    return check.built_in and check.family in FAMILIES and check.id not in OF_RANKS
+
+
+def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[SmallerWorld]) -> Finding:
+    """Return the finding with where it starts, and with the cause that what smaller worlds show leaves over."""
+    if not smaller or not may_be_due_to_ranks(check):
+        return finding
+    alone, *others = smaller
+    found = _finds(check, finding, alone)
+    if found is None:
+        start = f"not known: {alone.problem}" if alone.problem else ""
+    elif found:
+        compare = "" if finding.origin else f", so not in the sharding: compare {COMPARE[check.family]}"
+        start = f"a world of one rank fails as well{compare}"
+    else:
+        start = f"a world of one rank passes{_describe_dimensions(check, finding, others)}"
+    chosen = {True: finding.cause_alone, False: finding.cause_sharded, None: ""}[found]
+    return replace(finding, origin="; ".join(filter(None, [finding.origin, start])), cause=chosen or finding.cause)
+
+
+def _finds(check: Check, finding: Finding, world: SmallerWorld) -> bool | None:
+    """Return whether the check finds the same there; None if it was not judged."""
+    if check.id in world.failed:
+        found = world.failed[check.id]
+        return finding.tensor is None or "" in found or finding.tensor in found
+    return False if check.id in world.passed else None
+
+
+def _describe_dimensions(check: Check, finding: Finding, worlds: Sequence[SmallerWorld]) -> str:
+    """Return what the worlds along one dimension of the mesh add: "; tp=2 alone fails, dp_shard=2 alone passes"."""
+    named = [(f"{name}={size} alone", _finds(check, finding, world)) for world in worlds for name, size in world.mesh]
+    failing, passing = ([text for text, found in named if found is wanted] for wanted in (True, False))
+    if failing:
+        others = f", {' and '.join(passing)} {'pass' if len(passing) > 1 else 'passes'}" if passing else ""
+        return f"; {' and '.join(failing)} {'fail' if len(failing) > 1 else 'fails'}{others}"
+    return f", and so do {' and '.join(passing)}: only together do they fail" if len(passing) > 1 else ""

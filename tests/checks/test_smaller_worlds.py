@@ -1,0 +1,62 @@
+"""What smaller worlds add to a finding: where it starts, and which of two causes remains."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_fsdp_meta.catalogue import Finding, built_in
+from pytest_fsdp_meta.evidence import SmallerWorld
+from pytest_fsdp_meta.judging.findings import either
+from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
+
+NAME = "layers.0.weight"
+CAUSES = either("the gradient is wrong: ", "a hook changes it", "it is reduced over too few ranks", "look")
+BOTH, ALONE, SHARDED = (CAUSES[key] for key in ("cause", "cause_alone", "cause_sharded"))
+AS_WELL = "a world of one rank fails as well, so not in the sharding: compare the forward, the loss and the step"
+
+
+def world(*mesh: tuple[str, int], fails: str | None = None, passes: bool = False, problem: str = "") -> SmallerWorld:
+    failed = {} if fails is None else {"grad_parity": (fails,)}
+    return SmallerWorld(mesh, failed, ("grad_parity",) if passes else (), problem)
+
+
+def judged(smaller: list[SmallerWorld], check: str = "grad_parity", tensor: str | None = NAME, origin: str = ""):
+    finding = Finding(tensor, (0, 1), "differs", "", origin=origin, **CAUSES)
+    found = add_smaller_worlds(built_in()[check], finding, smaller)
+    return found.origin, found.cause
+
+
+TP_FAILS = [world(passes=True), world(("dp_shard", 2), passes=True), world(("tp", 2), fails=NAME)]
+ALL_PASS = [world(passes=True), world(("dp_shard", 2), passes=True), world(("tp", 2), passes=True)]
+TOGETHER = "a world of one rank passes, and so do dp_shard=2 alone and tp=2 alone: only together do they fail"
+
+
+@pytest.mark.parametrize(
+    ("smaller", "expected"),
+    [
+        ([], ("", BOTH)),
+        ([world(fails=NAME)], (AS_WELL, ALONE)),
+        ([world(fails="")], (AS_WELL, ALONE)),
+        ([world(fails="another.weight")], ("a world of one rank passes", SHARDED)),
+        ([world(passes=True)], ("a world of one rank passes", SHARDED)),
+        ([world()], ("", BOTH)),
+        ([world(problem="in a world of 1, rank 0 raised E")], ("not known: in a world of 1, rank 0 raised E", BOTH)),
+        (TP_FAILS, ("a world of one rank passes; tp=2 alone fails, dp_shard=2 alone passes", SHARDED)),
+        (ALL_PASS, (TOGETHER, SHARDED)),
+    ],
+)
+def test_where_it_starts_and_the_cause_that_is_left(smaller, expected):
+    assert judged(smaller) == expected
+
+
+def test_a_finding_about_the_model_is_the_same_in_any_tensor():
+    assert judged([world(fails="another.weight")], tensor=None)[1] == ALONE
+
+
+def test_a_module_that_is_known_needs_no_advice():
+    assert judged([world(fails=NAME)], origin="layers.0.act")[0] == "layers.0.act; a world of one rank fails as well"
+
+
+@pytest.mark.parametrize("check", ["replicas_equal", "dtensor_placements", "no_meta_params"])
+def test_checks_that_compare_ranks_or_say_enough_are_left_alone(check):
+    assert judged([world(passes=True)], check=check) == ("", BOTH)
