@@ -12,11 +12,11 @@ import pytest
 
 from fixtures.forms_registry import MAY_SKIP
 from fixtures.needs import lacking
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
-from pytest_fsdp_meta.trial import ON_RANKS, Trial
+from pytest_fsdp_meta.trial import ON_RANKS, Trial, judge_smaller_worlds
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, WorldSpec, choose, choose_simulated
 
 Verdicts = dict[str, Verdict]
@@ -58,18 +58,24 @@ class LoaderJudge:
         simulated: bool = False,
         device: str = "",
         timeout: float = 120,
+        smaller: bool = False,
         **arguments: Any,
     ) -> Evidence:
-        """Return what these checks read; with ``localise``, the first step is traced module by module in any case."""
+        """Return what these checks read; with ``localise``, the first step is traced module by module in any case.
+
+        With ``smaller``, what fails is judged once more in smaller worlds, as the plugin does.
+        """
         if simulated:
             spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh))
         else:
             spec = self._on_device(WorldSpec(mesh, device or self.device, timeout=timeout))
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
         catalogue = built_in()
-        wanted = catalogue.observations(checks or catalogue.ids())
+        ids = list(checks or catalogue.ids())
         packed = {name: cloudpickle.dumps(value) for name, value in arguments.items()}
-        return trial.observe(Call(cloudpickle.dumps(function), packed, "fsdp"), wanted)
+        call = Call(cloudpickle.dumps(function), packed, "fsdp")
+        evidence = trial.observe(call, catalogue.observations(ids))
+        return judge_smaller_worlds(trial, call, evidence, catalogue, ids, Selection()) if smaller else evidence
 
     def _on_device(self, world: WorldSpec) -> WorldSpec:
         if world.device_type != "cuda":

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = built_in().ids()
     with tempfile.TemporaryDirectory() as folder:
         rows = []
-        for row in judge_all(chosen, lambda name: _save_once(name, Path(folder))):
+        for row in judge_all(chosen, lambda name: save_once(name, Path(folder))):
             rows.append(row)
             mark = "!!" if any(row.problems()) else "ok"
             print(f"[{len(rows)}/{len(chosen)}] {mark} {row.name} ({row.architecture})", flush=True)
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _save_once(name: str, folder: Path) -> Path:
+def save_once(name: str, folder: Path) -> Path:
     path = folder / name
     return path if path.exists() else save_tiny(name, path)
 
