@@ -31,6 +31,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
     describe_odd_model,
+    explain_missing_state,
     exported_in_parts,
     no_training_declared,
     not_gathered_by_gloo,
@@ -73,6 +74,8 @@ class Reloading(TableRun):
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
     _recorded: Recorded = field(default_factory=Recorded)
     """What each rank has recorded of what it saved with its optimizer."""
+    _stateless: tuple[str, ...] = ()
+    """The trainable parameters without a gradient, of which the optimizer has no state to save."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -92,7 +95,7 @@ class Reloading(TableRun):
             return replace(reason, detail=f"{SECOND_LOAD_FAILED}:\n\n{reason.detail}")
         if error is self._save_failure:
             return replace(reason, detail=f"{SAVE_NOT_RETRIED}:\n\n{reason.detail}")
-        return reason
+        return replace(reason, summary=explain_missing_state(reason.summary, self._stateless))
 
     # Observations of the first load, which may have been trained.
 
@@ -104,7 +107,9 @@ class Reloading(TableRun):
             return reason
         if not any(t.requires_grad for t in self.inventory[0].tensors):
             return Unavailable("nothing is trainable, so there is no optimizer")
-        problem = optimizer_not_loaded_by_torch(self.loads.run_first(checkpoint.first_step), self.subject)
+        steps = self.loads.run_first(checkpoint.first_step)
+        self._stateless = tuple(dict.fromkeys(name for step in steps for name in step.stateless))
+        problem = optimizer_not_loaded_by_torch(steps, self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
@@ -190,6 +195,8 @@ class Reloading(TableRun):
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
+        if self._author_saves and (self.seen.resumed or self.seen.restored):
+            self.loads.close_second()  # a job that starts again calls resume() once for each load
         pairs = zip(self.seen.continued or (), self.seen.saved_again or (), strict=True)
         held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
         changed = frozenset(name for first, second in held for name in second if first.get(name) != second[name])

@@ -514,6 +514,24 @@ def odd(fsdp: Rank) -> Subject:
     return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
 
 
+def resume_once(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+    """Resume as only a job can that has just started: a parametrization, say, cannot be registered twice."""
+    assert "resumed" not in vars(model), "resumed before"
+    vars(model)["resumed"] = True
+    resume_what_is_there(model, optimizer, folder)
+
+
+def idle_with_built_adam(fsdp: Rank, stepped: bool = False, **fields: Any) -> Subject:
+    found = declared(fsdp, idle(), idle, **fields)
+    optimizer = adam(found.model.parameters())
+    if stepped:  # torch creates no state where a warm-up has left some
+        for parameter in found.model[0].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return replace(found, optimizer=optimizer)
+
+
 RIGHT: dict[str, Callable[[Rank], Subject]] = {
     "complete": lambda fsdp: declared(fsdp, build()),
     "a module that all layers share": lambda fsdp: declared(fsdp, scaled(), scaled),
@@ -521,6 +539,9 @@ RIGHT: dict[str, Callable[[Rank], Subject]] = {
     "frozen parameters": frozen_first,
     "no gradient and our optimizer": lambda fsdp: declared(fsdp, idle(), idle),
     "no gradient and an own optimizer": lambda fsdp: declared(fsdp, idle(), idle, optimizer=adam),
+    "no gradient and a built optimizer": idle_with_built_adam,
+    "no gradient and a stepped optimizer": partial(idle_with_built_adam, stepped=True),
+    "a model that is resumed once": lambda fsdp: declared(fsdp, build(), save=save_all, resume=resume_once),
     "an earlier checkpoint is deleted": lambda fsdp: declared(
         fsdp, build(), save=deleting_the_earlier, resume=resume_what_is_there
     ),
@@ -531,6 +552,26 @@ RIGHT: dict[str, Callable[[Rank], Subject]] = {
 def test_a_right_subject_passes_all_checks(name, size):
     found = judged(RIGHT[name], size=size)
     assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
+
+
+def test_a_state_that_was_never_saved_is_explained():
+    def resume(model, optimizer, folder):
+        dcp.load(state := with_optimizer(model, optimizer), checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    def loader(fsdp):
+        return idle_with_built_adam(fsdp, save=save_all, resume=resume)
+
+    found = judged(loader, [ROUND_TRIP, OPTIMIZER, RESUME, AGAIN])
+    assert found.pop(ROUND_TRIP).status == "passed"
+    (reason,) = {one.reason for one in found.values()}
+    assert reason.endswith(
+        "Missing key in checkpoint state_dict: optimizer.state.1.weight.step.; 1.weight got no gradient, so no state "
+        "of it was saved, but torch expects one for each trainable parameter of the optimizer: freeze it, or leave it "
+        "out of the optimizer"
+    )
 
 
 @pytest.mark.parametrize("built", [False, True])
