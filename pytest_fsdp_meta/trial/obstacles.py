@@ -188,6 +188,17 @@ def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep], subject: SubjectFa
     return ""
 
 
+def explain_missing_state(summary: str, stateless: Sequence[str]) -> str:
+    """Add cause and remedy to torch's error about the state of a parameter that got no gradient."""
+    for name in stateless:
+        if re.search(rf"Missing (key|optimizer state) .*(?<!\w){re.escape(name)}(?!\w)", summary):
+            return (
+                f"{summary}; {name} got no gradient, so no state of it was saved, but torch expects one for each "
+                "trainable parameter of the optimizer: freeze it, or leave it out of the optimizer"
+            )
+    return summary
+
+
 def refuses_checkpoint(error: WorldError) -> bool:
     """Whether the first failure is an exception that may be about the checkpoint."""
     first = error.failures[0]

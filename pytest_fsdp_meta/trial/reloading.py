@@ -25,12 +25,20 @@ from pytest_fsdp_meta.evidence import (
     Unavailable,
     not_declared,
 )
-from pytest_fsdp_meta.trial.checkpoints import Recorded, record_saved, reshard_all, reshard_model, restored_if_deleted
+from pytest_fsdp_meta.trial.checkpoints import (
+    Recorded,
+    record_saved,
+    reshard_all,
+    reshard_model,
+    restored_if_deleted,
+    save_over,
+)
 from pytest_fsdp_meta.trial.loads import Loads, describe_size, other_size
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
     describe_odd_model,
+    explain_missing_state,
     exported_in_parts,
     no_training_declared,
     not_gathered_by_gloo,
@@ -73,6 +81,8 @@ class Reloading(TableRun):
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
     _recorded: Recorded = field(default_factory=Recorded)
     """What each rank has recorded of what it saved with its optimizer."""
+    _stateless: tuple[str, ...] = ()
+    """The trainable parameters without a gradient, of which the optimizer has no state to save."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -92,7 +102,7 @@ class Reloading(TableRun):
             return replace(reason, detail=f"{SECOND_LOAD_FAILED}:\n\n{reason.detail}")
         if error is self._save_failure:
             return replace(reason, detail=f"{SAVE_NOT_RETRIED}:\n\n{reason.detail}")
-        return reason
+        return replace(reason, summary=explain_missing_state(reason.summary, self._stateless))
 
     # Observations of the first load, which may have been trained.
 
@@ -104,7 +114,9 @@ class Reloading(TableRun):
             return reason
         if not any(t.requires_grad for t in self.inventory[0].tensors):
             return Unavailable("nothing is trainable, so there is no optimizer")
-        problem = optimizer_not_loaded_by_torch(self.loads.run_first(checkpoint.first_step), self.subject)
+        steps = self.loads.run_first(checkpoint.first_step)
+        self._stateless = tuple(dict.fromkeys(name for step in steps for name in step.stateless))
+        problem = optimizer_not_loaded_by_torch(steps, self.subject)
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
@@ -190,6 +202,8 @@ class Reloading(TableRun):
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again
+        if self._author_saves and (self.seen.resumed or self.seen.restored):
+            self.loads.close_second()  # a job that starts again calls resume() once for each load
         pairs = zip(self.seen.continued or (), self.seen.saved_again or (), strict=True)
         held = [(first.model.tensors, second.model.tensors) for first, second in pairs]
         changed = frozenset(name for first, second in held for name in second if first.get(name) != second[name])
@@ -221,7 +235,13 @@ class Reloading(TableRun):
         name, compare = ("continued", self._recorded.compare_model) if self._recorded.model else ("kept", self._compare)
         saved = self._path(name)
         if self.seen.resumed and self._recorded.state:
-            return reshard_all(world, partial(self.loads.of_size, spec, label), saved, self._recorded)
+            load_again = partial(self.loads.of_size, spec, label)
+            found = reshard_all(world, load_again, saved, self._recorded)
+            # torch's own checkpoint lists its files, so it reads no others.
+            loaded = not (found.refused or found.optimizer_problem)
+            if not (loaded and self._author_saves and spec.size < self.loads.first.spec.size):
+                return found
+            return replace(found, saved_over=save_over(world, load_again, self._steps_on, saved, self._recorded.folder))
         resharded = reshard_model(world, saved, compare, partial(self._loads_in_same_size, saved))
         return replace(resharded, optimizer_problem=self._recorded.problem)
 

@@ -348,6 +348,57 @@ def test_an_optimizer_that_another_world_size_refuses():
     ]
 
 
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def whole_tensors(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    states = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"].items() if optimizer else ()
+    momenta = {f"momentum of {name}": state["momentum_buffer"] for name, state in states}
+    return {**get_model_state_dict(model, options=WHOLE), **momenta}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["loaded", "refused", "removed"])
+def test_files_that_a_larger_world_left_in_the_folder(how, size):
+    """Each rank saves its rows with the number of the first one, and resume() puts all files together."""
+
+    def save(model, optimizer, folder):
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if how == "removed" and rank == 0:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        torch.distributed.barrier()
+        split = {name: value.tensor_split(ranks) for name, value in whole_tensors(model, optimizer).items()}
+        own = {name: (sum(map(len, parts[:rank])), parts[rank].clone()) for name, parts in split.items()}
+        torch.save((ranks, own), folder / f"{rank}.pt")
+        torch.distributed.barrier()
+
+    def resume(model, optimizer, folder):
+        files, whole = [torch.load(path) for path in sorted(folder.iterdir())], whole_tensors(model, optimizer)
+        if how == "refused" and len(files) != files[0][0]:
+            raise ValueError(f"{len(files)} files of {files[0][0]} ranks")
+        for _, own in files:
+            for name, (first, rows) in own.items():
+                whole[name][first : first + len(rows)] = rows
+        set_model_state_dict(model, {name: whole[name] for name in model.state_dict()}, options=WHOLE)
+        if optimizer:
+            state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+            for name, own_state in state["state"].items():
+                own_state["momentum_buffer"] = whole[f"momentum of {name}"]
+            set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, size)
+    if how != "removed":
+        over = f"in a world of {size // 2} that has saved over a checkpoint of a world of {size}"
+        actual = {finding.actual.partition(" raises ")[0] for finding in found[RESHARDS].findings}
+        values = {f"different values {over}", f"different momentum_buffer {over}"}
+        assert actual == (values if how == "loaded" else {f"loading the checkpoint {over}"})
+        assert {finding.cause for finding in found.pop(RESHARDS).findings} == {
+            "files of the larger world that the smaller one does not replace stay in the folder, and are loaded"
+        }
+    assert statuses(found) == dict.fromkeys(found, "passed")
+
+
 def test_what_diverges_in_training_was_saved_by_one_of_the_ranks():
     """torch saves a tensor that is on all ranks from any of them."""
 
@@ -514,6 +565,24 @@ def odd(fsdp: Rank) -> Subject:
     return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
 
 
+def resume_once(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+    """Resume as only a job can that has just started: a parametrization, say, cannot be registered twice."""
+    assert "resumed" not in vars(model), "resumed before"
+    vars(model)["resumed"] = True
+    resume_what_is_there(model, optimizer, folder)
+
+
+def idle_with_built_adam(fsdp: Rank, stepped: bool = False, **fields: Any) -> Subject:
+    found = declared(fsdp, idle(), idle, **fields)
+    optimizer = adam(found.model.parameters())
+    if stepped:  # torch creates no state where a warm-up has left some
+        for parameter in found.model[0].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return replace(found, optimizer=optimizer)
+
+
 RIGHT: dict[str, Callable[[Rank], Subject]] = {
     "complete": lambda fsdp: declared(fsdp, build()),
     "a module that all layers share": lambda fsdp: declared(fsdp, scaled(), scaled),
@@ -521,6 +590,9 @@ RIGHT: dict[str, Callable[[Rank], Subject]] = {
     "frozen parameters": frozen_first,
     "no gradient and our optimizer": lambda fsdp: declared(fsdp, idle(), idle),
     "no gradient and an own optimizer": lambda fsdp: declared(fsdp, idle(), idle, optimizer=adam),
+    "no gradient and a built optimizer": idle_with_built_adam,
+    "no gradient and a stepped optimizer": partial(idle_with_built_adam, stepped=True),
+    "a model that is resumed once": lambda fsdp: declared(fsdp, build(), save=save_all, resume=resume_once),
     "an earlier checkpoint is deleted": lambda fsdp: declared(
         fsdp, build(), save=deleting_the_earlier, resume=resume_what_is_there
     ),
@@ -531,6 +603,26 @@ RIGHT: dict[str, Callable[[Rank], Subject]] = {
 def test_a_right_subject_passes_all_checks(name, size):
     found = judged(RIGHT[name], size=size)
     assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
+
+
+def test_a_state_that_was_never_saved_is_explained():
+    def resume(model, optimizer, folder):
+        dcp.load(state := with_optimizer(model, optimizer), checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    def loader(fsdp):
+        return idle_with_built_adam(fsdp, save=save_all, resume=resume)
+
+    found = judged(loader, [ROUND_TRIP, OPTIMIZER, RESUME, AGAIN])
+    assert found.pop(ROUND_TRIP).status == "passed"
+    (reason,) = {one.reason for one in found.values()}
+    assert reason.endswith(
+        "Missing key in checkpoint state_dict: optimizer.state.1.weight.step.; 1.weight got no gradient, so no state "
+        "of it was saved, but torch expects one for each trainable parameter of the optimizer: freeze it, or leave it "
+        "out of the optimizer"
+    )
 
 
 @pytest.mark.parametrize("built", [False, True])

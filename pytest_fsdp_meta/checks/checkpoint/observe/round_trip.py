@@ -193,8 +193,9 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
         return
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
-    # A new optimizer has state for all trainable parameters; the checkpoint has none for those without a gradient.
-    unsaved = {} if optimizer is None else _pop_unsaved(states["optimizer"]["state"], folder)
+    if optimizer is not None:
+        # A new optimizer has state for all trainable parameters; the checkpoint has none for those without a gradient.
+        _drop_unsaved(states["optimizer"]["state"], folder)
     groups = states["optimizer"]["param_groups"] if optimizer is not None and has_stages(current()) else []
     # One list of names is saved for all ranks, but each stage has its own.
     own_names = [group.pop("params") for group in groups]
@@ -206,10 +207,11 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     complete = not _left_out(subject.model, states["model"])
     set_model_state_dict(subject.model, states["model"], options=StateDictOptions(strict=complete))
     if optimizer is not None:
-        states["optimizer"]["state"].update(unsaved)  # torch refuses a state dict without them
+        state, groups = states["optimizer"]["state"], states["optimizer"]["param_groups"]
+        # torch refuses a state dict that lacks a trainable parameter.
+        state.update({name: {} for group in groups for name in group["params"] if name not in state})
         set_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer), states["optimizer"])
-        names = _first_names(subject.model)
-        for parameter in [p for p in optimizer.state if names.get(id(p)) in unsaved]:
+        for parameter in [parameter for parameter, own in optimizer.state.items() if not own]:
             del optimizer.state[parameter]
     if beside is not None:
         beside.load(loading)
@@ -226,15 +228,16 @@ def as_built(subject: Subject, optimizer: Optimizer | None) -> Optimizer | None:
     return subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
 
 
-def _pop_unsaved(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Remove from an optimizer's state, and return, the entries for which the checkpoint has no key."""
+def _drop_unsaved(state: dict[str, Any], folder: Path) -> None:
+    """Remove from an optimizer's state the entries for which the checkpoint has no key."""
     saved = {
         key[:end]
         for key in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         for end, letter in enumerate(key)
         if letter == "."
     }
-    return {name: state.pop(name) for name in list(state) if f"optimizer.state.{name}" not in saved}
+    for name in [name for name in state if f"optimizer.state.{name}" not in saved]:
+        del state[name]
 
 
 def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
