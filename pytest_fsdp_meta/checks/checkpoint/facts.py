@@ -12,6 +12,11 @@ from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.structure.facts import PartFacts
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
+FOREIGN = "a DTensor on a mesh of another world"
+"""The problem of a comparison: what was loaded belongs to the ranks of the world that saved it."""
+NO_STATE = "no state"
+"""The problem of a comparison of the optimizer's state: it was saved, and this rank has none of it."""
+
 
 @dataclass(frozen=True)
 class RankStateDict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, Resharded
+from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
@@ -234,9 +234,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         skipped |= view.tied_over_stages
     for name, cases in wrong.items():
         if cases and name in equal and name not in skipped:
-            ranks = tuple(rank for rank, _ in cases)
-            detail = describe_difference(cases[0][1])
-            yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
+            yield _moved(name, "", cases, f"a world of {size}")
     yield from _moved_state(view, resharded, f"a world of {size}")
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
@@ -252,12 +250,22 @@ def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Findi
             if not c.equal and name not in lost and view.judgeable(name):
                 wrong.setdefault((name, key), []).append((rank, c))
     for (name, key), cases in wrong.items():
-        ranks = tuple(rank for rank, _ in cases)
-        if cases[0][1].problem == "no state":
-            yield Finding(name, ranks, f"no {key} in {world}", "the saved optimizer state", **_MOVED_STATE)
-            continue
-        detail = describe_difference(cases[0][1])
-        yield Finding(name, ranks, f"different {key} in {world}", "the saved optimizer state", detail, **_MOVED_STATE)
+        yield _moved(name, key, cases, world)
+
+
+def _moved(name: str, key: str, cases: Sequence[tuple[int, Comparison]], world: str) -> Finding:
+    """Report a tensor, or the ``key`` of its optimizer state, that is not what was saved."""
+    ranks, first = tuple(dict.fromkeys(rank for rank, _ in cases)), cases[0][1]
+    saved, explanation = ("the saved optimizer state", _MOVED_STATE) if key else (SAVED, Explanation())
+    if first.problem == FOREIGN:
+        explanation = {**explanation, "cause": _PICKLED}
+        return Finding(
+            name, ranks, f"{key} is {FOREIGN}".removeprefix(" is "), f"on the mesh of {world}", **explanation
+        )
+    if first.problem == NO_STATE:
+        return Finding(name, ranks, f"no {key} in {world}", saved, **explanation)
+    actual = f"different {key or 'values'} in {world}"
+    return Finding(name, ranks, actual, saved, describe_difference(first), **explanation)
 
 
 def _lost_in_same_world(view: View) -> set[str]:
@@ -268,6 +276,10 @@ def _lost_in_same_world(view: View) -> set[str]:
     return {name for saved, loaded in pairs for name in saved.state if saved.state[name] != loaded.state.get(name)}
 
 
+_PICKLED = (
+    "each rank loads what the rank of its number pickled, as with torch.save(optimizer.state_dict(), ...): a DTensor "
+    "comes back with its old mesh and the part that this number had there"
+)
 _MOVED_STATE: Explanation = {
     "cause": "the optimizer's state is saved or loaded by the number of the rank, or cut where the old world cut it",
     "remedy": "save and load it with get_optimizer_state_dict and set_optimizer_state_dict, which know whole tensors",

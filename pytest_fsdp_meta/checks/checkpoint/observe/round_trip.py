@@ -32,8 +32,6 @@ from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
-from pytest_fsdp_meta.checks.values.observe import compare_all
-from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, placed_like, without_partial
@@ -43,7 +41,7 @@ from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
-from pytest_fsdp_meta.ranks.reference_record import Record, is_array
+from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
@@ -69,11 +67,6 @@ def load_over_other_values(folder: str) -> None:
     subject = resharded_subject()
     _overwrite(subject)
     _load(subject, None, Path(folder))
-
-
-def compare_loaded(record: str) -> tuple[Comparison, ...]:
-    """Compare the parameters and persistent buffers of the model with the record of the reference."""
-    return compare_all(persistent_parts(resharded_subject().model).items(), Record(record))
 
 
 # Observers of model and optimizer; the rank's state has the optimizer as "resumable", and what is "beside" it.
