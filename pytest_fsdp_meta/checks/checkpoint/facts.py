@@ -37,12 +37,16 @@ class RankSaved:
     ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
+    The author's save() itself changes the values of the parameters ``moved``, and within rounding those of the tensors
+    ``rounded``, of which ``tensors`` has the values after it.
     """
 
     tensors: Mapping[str, str]
     extra: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSave
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
@@ -138,6 +138,8 @@ def dcp_round_trip(view: View) -> Iterable[Finding]:
     left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
     if left and evidence.reference is None:
         raise NotJudged(f"the state dict has no key for {left[0]}; whether it should have one needs a reference")
+    if rounded := list(dict.fromkeys(name for rank in before for name in rank.rounded)):
+        raise Noted(f"save() itself changes {first_of(rounded)} within rounding; compared with the values after it")
 
 
 def _not_restored(
@@ -146,6 +148,9 @@ def _not_restored(
     left_out = {name for rank in before for name in rank.left_out}
     for name in dict.fromkeys(name for rank in before for name in rank.tensors):
         if name in skipped or name in left_out or not view.judgeable(name):
+            continue
+        if moved := tuple(number for number, rank in enumerate(before) if name in rank.moved):
+            yield Finding(name, moved, "save() itself changes it in the model", "the same after save()", **_MOVED)
             continue
         ranks = _changed_on(name, [rank.tensors for rank in before], [rank.tensors for rank in after])
         untouched = tuple(rank for rank in ranks if name in after[rank].untouched)
@@ -163,6 +168,11 @@ SAVED = "the saved values"
 _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
+}
+_MOVED: Explanation = {
+    "cause": "save() swaps, averages or casts weights in place and does not put them back, so the training continues "
+    "from other ones",
+    "remedy": "put them back before save() returns, as by optimizer.train() after optimizer.eval(), or save copies",
 }
 _EXTRA_STATE: Explanation = {
     "cause": "set_extra_state() does not restore what get_extra_state() returns, or it differs between ranks",
