@@ -18,6 +18,7 @@ from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
     Blocked,
     NotDeclared,
+    Noted,
     NotJudged,
     NotTaken,
     PartlyJudged,
@@ -46,7 +47,8 @@ KINDS = {
 class Verdict:
     """The outcome of one check.
 
-    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says what was not judged and why.
+    ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says what was not judged and why;
+    of a check that passed, what else is to be known.
     ``unjudged`` maps each more basic check to the tensors that already failed it and were therefore left out here.
     ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
     all of them.
@@ -109,7 +111,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         return Verdict(check, "error", reason=reason)
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
-    reason = ""
+    reason = note = ""
     try:
         found = check.judge(view)
         if isinstance(found, Finding):
@@ -119,6 +121,8 @@ def _judge(check: Check, run: _Run) -> Verdict:
         if not findings:
             return Verdict(check, "error", reason=str(error), unjudged=view.left_out)
         reason = str(error)
+    except Noted as error:
+        note = str(error)
     except NotTaken as error:
         return _unavailable(check, str(error), run, failed)
     except NotJudged as error:
@@ -136,7 +140,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
     if view.left_out:
         reason = f"{PASSED_IN_PART}; {describe_left_out(view.left_out)}"
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
-    return Verdict(check, "passed")
+    return Verdict(check, "passed", reason=note)
 
 
 def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:

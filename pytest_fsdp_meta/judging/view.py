@@ -48,6 +48,10 @@ class PartlyJudged(NotJudged):
     """Raised if a part could not be judged, for the reason in the message; findings yielded before remain valid."""
 
 
+class Noted(Exception):
+    """Raised if nothing is wrong: the check passes, with the message as its reason."""
+
+
 class NotTaken(Exception):
     """Raised if the judge turns out to require an observation that its check only ``uses``; the message is its name."""
 

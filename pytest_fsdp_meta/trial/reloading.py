@@ -45,7 +45,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, random_numbers, run_on, state_dict
+from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, random_numbers, run_on, saved_state, state_dict
 from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
@@ -246,7 +246,7 @@ class Reloading(TableRun):
         return replace(resharded, optimizer_problem=self._recorded.problem)
 
     def _compare(self, world: World) -> list[tuple[Comparison, ...]]:
-        return run_on(world, checkpoint.compare_loaded, self.reference_path)
+        return run_on(world, saved_state.compare_loaded, self.reference_path)
 
     def _loads_in_same_size(self, saved: str) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""

@@ -427,6 +427,13 @@ def test_losses_that_differ_by_rounding_or_as_declared():
     assert verdict(RESUME, replace(far, tolerance={RESUME: 0.1})).status == "passed"
 
 
+def test_what_save_rounds_does_not_explain_the_losses():
+    rounded = again(again(healthy(), "saved", rounded=(MIDDLE,)), "resumed", losses=(1.25, 1.01))
+    model = replace(rounded.continued[0].model, rounded=(MIDDLE,))
+    rounded = again(rounded, "continued", model=model)
+    assert (verdict(ROUND_TRIP, rounded).status, verdict(RESUME, rounded).status) == ("passed", "failed")
+
+
 UNRESTORED = "the losses differ (9 at step 0 after resuming, 1.25 uninterrupted), and so does the loaded {}, which may "
 
 

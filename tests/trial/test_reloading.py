@@ -399,6 +399,39 @@ def test_files_that_a_larger_world_left_in_the_folder(how, size):
     assert statuses(found) == dict.fromkeys(found, "passed")
 
 
+def test_a_pickled_model_brings_its_mesh_along():
+    def save(model, optimizer, folder):
+        torch.save(model.state_dict(), folder / f"{torch.distributed.get_rank()}.pt")
+
+    def resume(model, optimizer, folder):
+        own = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
+        model.load_state_dict(own, assign=True)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume, batch=None), (RESHARDS,))[RESHARDS]
+    assert {(one.ranks, one.actual, one.expected) for one in found.findings} == {
+        ((0,), "a DTensor on a mesh of another world", "on the mesh of a world of 1")
+    }
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_rank_may_pickle_whole_tensors(size):
+    whole = StateDictOptions(full_state_dict=True)
+
+    def save(model, optimizer, folder):
+        states = [get_model_state_dict(model, options=whole)]
+        states += [] if optimizer is None else [get_optimizer_state_dict(model, optimizer, options=whole)]
+        torch.save(states, folder / f"{torch.distributed.get_rank()}.pt")
+
+    def resume(model, optimizer, folder):
+        states = torch.load(folder / f"{torch.distributed.get_rank()}.pt")
+        set_model_state_dict(model, states[0], options=whole)
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, states[1], options=whole)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume, optimizer=adam), SAVING, size)
+    assert statuses(found) == dict.fromkeys(SAVING, "passed")
+
+
 def test_what_diverges_in_training_was_saved_by_one_of_the_ranks():
     """torch saves a tensor that is on all ranks from any of them."""
 

@@ -12,6 +12,11 @@ from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.structure.facts import PartFacts
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
+FOREIGN = "a DTensor on a mesh of another world"
+"""The problem of a comparison: what was loaded belongs to the ranks of the world that saved it."""
+NO_STATE = "no state"
+"""The problem of a comparison of the optimizer's state: it was saved, and this rank has none of it."""
+
 
 @dataclass(frozen=True)
 class RankStateDict:
@@ -32,12 +37,16 @@ class RankSaved:
     ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
+    The author's save() itself changes the values of the parameters ``moved``, and within rounding those of the tensors
+    ``rounded``, of which ``tensors`` has the values after it.
     """
 
     tensors: Mapping[str, str]
     extra: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

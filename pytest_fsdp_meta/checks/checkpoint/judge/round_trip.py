@@ -9,11 +9,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, Resharded
+from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
@@ -139,6 +139,8 @@ def dcp_round_trip(view: View) -> Iterable[Finding]:
     left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
     if left and evidence.reference is None:
         raise NotJudged(f"the state dict has no key for {left[0]}; whether it should have one needs a reference")
+    if rounded := list(dict.fromkeys(name for rank in before for name in rank.rounded)):
+        raise Noted(f"save() itself changes {first_of(rounded)} within rounding; compared with the values after it")
 
 
 def _not_restored(
@@ -147,6 +149,9 @@ def _not_restored(
     left_out = {name for rank in before for name in rank.left_out}
     for name in dict.fromkeys(name for rank in before for name in rank.tensors):
         if name in skipped or name in left_out or not view.judgeable(name):
+            continue
+        if moved := tuple(number for number, rank in enumerate(before) if name in rank.moved):
+            yield Finding(name, moved, "save() itself changes it in the model", "the same after save()", **_MOVED)
             continue
         ranks = _changed_on(name, [rank.tensors for rank in before], [rank.tensors for rank in after])
         untouched = tuple(rank for rank in ranks if name in after[rank].untouched)
@@ -164,6 +169,11 @@ SAVED = "the saved values"
 _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
+}
+_MOVED: Explanation = {
+    "cause": "save() swaps, averages or casts weights in place and does not put them back, so the training continues "
+    "from other ones",
+    "remedy": "put them back before save() returns, as by optimizer.train() after optimizer.eval(), or save copies",
 }
 _EXTRA_STATE: Explanation = {
     "cause": "set_extra_state() does not restore what get_extra_state() returns, or it differs between ranks",
@@ -235,9 +245,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         skipped |= view.tied_over_stages
     for name, cases in wrong.items():
         if cases and name in equal and name not in skipped:
-            ranks = tuple(rank for rank, _ in cases)
-            detail = describe_difference(cases[0][1])
-            yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
+            yield _moved(name, "", cases, f"a world of {size}")
     moved = list(_moved_state(view, resharded, f"a world of {size}"))
     yield from moved
     if resharded.saved_over is not None and not moved:
@@ -254,8 +262,7 @@ def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Co
         yield Finding(None, over.ranks, f"loading the checkpoint in {where} raises {over.refused}", "", **_LEFT)
     for name, pairs in view.comparisons(over.comparisons, right).items():
         if cases := [(rank, c) for rank, c in pairs if not c.equal]:
-            ranks, detail = tuple(rank for rank, _ in cases), describe_difference(cases[0][1])
-            yield Finding(name, ranks, f"different values in {where}", "what that saved", detail, **_LEFT)
+            yield replace(_moved(name, "", cases, where), **_LEFT)
     for finding in _moved_state(view, over, where):
         yield replace(finding, **_LEFT)
 
@@ -276,12 +283,22 @@ def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Findi
             if not c.equal and name not in lost and view.judgeable(name):
                 wrong.setdefault((name, key), []).append((rank, c))
     for (name, key), cases in wrong.items():
-        ranks = tuple(rank for rank, _ in cases)
-        if cases[0][1].problem == "no state":
-            yield Finding(name, ranks, f"no {key} in {world}", "the saved optimizer state", **_MOVED_STATE)
-            continue
-        detail = describe_difference(cases[0][1])
-        yield Finding(name, ranks, f"different {key} in {world}", "the saved optimizer state", detail, **_MOVED_STATE)
+        yield _moved(name, key, cases, world)
+
+
+def _moved(name: str, key: str, cases: Sequence[tuple[int, Comparison]], world: str) -> Finding:
+    """Report a tensor, or the ``key`` of its optimizer state, that is not what was saved."""
+    ranks, first = tuple(dict.fromkeys(rank for rank, _ in cases)), cases[0][1]
+    saved, explanation = ("the saved optimizer state", _MOVED_STATE) if key else (SAVED, Explanation())
+    if first.problem == FOREIGN:
+        explanation = {**explanation, "cause": _PICKLED}
+        return Finding(
+            name, ranks, f"{key} is {FOREIGN}".removeprefix(" is "), f"on the mesh of {world}", **explanation
+        )
+    if first.problem == NO_STATE:
+        return Finding(name, ranks, f"no {key} in {world}", saved, **explanation)
+    actual = f"different {key or 'values'} in {world}"
+    return Finding(name, ranks, actual, saved, describe_difference(first), **explanation)
 
 
 def _lost_in_same_world(view: View) -> set[str]:
@@ -292,6 +309,10 @@ def _lost_in_same_world(view: View) -> set[str]:
     return {name for saved, loaded in pairs for name in saved.state if saved.state[name] != loaded.state.get(name)}
 
 
+_PICKLED = (
+    "each rank loads what the rank of its number pickled, as with torch.save(optimizer.state_dict(), ...): a DTensor "
+    "comes back with its old mesh and the part that this number had there"
+)
 _MOVED_STATE: Explanation = {
     "cause": "the optimizer's state is saved or loaded by the number of the rank, or cut where the old world cut it",
     "remedy": "save and load it with get_optimizer_state_dict and set_optimizer_state_dict, which know whole tensors",

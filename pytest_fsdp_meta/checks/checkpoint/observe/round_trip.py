@@ -32,8 +32,6 @@ from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
-from pytest_fsdp_meta.checks.values.observe import compare_all
-from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, placed_like, without_partial
@@ -43,19 +41,20 @@ from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
-from pytest_fsdp_meta.ranks.reference_record import Record, is_array
+from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
+
+ROUNDING = 4
+"""Units in the last place of the largest element by which save() may change a tensor: there and back, each rounded."""
 
 # Observers of the model alone.
 
 
 def save_model(folder: str) -> RankSaved:
-    """Save the model in the folder; return what this rank held before."""
+    """Save the model in the folder; return what this rank held."""
     subject = resharded_subject()
-    held = _describe_model(subject)
-    _save(subject, None, Path(folder))
-    return held
+    return _save(subject, None, Path(folder), _describe_model(subject))
 
 
 def load_model(folder: str) -> RankSaved:
@@ -69,11 +68,6 @@ def load_over_other_values(folder: str) -> None:
     subject = resharded_subject()
     _overwrite(subject)
     _load(subject, None, Path(folder))
-
-
-def compare_loaded(record: str) -> tuple[Comparison, ...]:
-    """Compare the parameters and persistent buffers of the model with the record of the reference."""
-    return compare_all(persistent_parts(resharded_subject().model).items(), Record(record))
 
 
 # Observers of model and optimizer; the rank's state has the optimizer as "resumable", and what is "beside" it.
@@ -112,7 +106,7 @@ def make_optimizer_state(subject: Subject, rank: Rank) -> None:
 
 
 def save_all(folder: str) -> RankResumed:
-    """Save model and optimizer in the folder; return what they held before."""
+    """Save model and optimizer in the folder; return what they held."""
     rank, subject = current(), resharded_subject()
     optimizer = rank.state["resumable"]
     if subject.save is None:
@@ -122,8 +116,8 @@ def save_all(folder: str) -> RankResumed:
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
     with observing_save(subject, rank, generators):
-        _save(subject, optimizer, Path(folder), rank.state["beside"])
-    return replace(held, generators=generators)
+        model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
+    return replace(held, model=model, generators=generators)
 
 
 def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
@@ -169,18 +163,46 @@ def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float
 # Saving and loading.
 
 
-def _save(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
+def _save(
+    subject: Subject, optimizer: Optimizer | None, folder: Path, held: RankSaved, beside: Beside | None = None
+) -> RankSaved:
+    """Save, and return what the model ``held`` before, with what the author's save() changed in it."""
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
+        before = {name: local_part(part.local).clone() for name, part in persistent_parts(subject.model).items()}
         with calling_field("save"):
             subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", beside))
-        return
+        return _with_changes(held, before, subject.model)
     states = _torch_states(subject.model, optimizer)
     # The trial deletes it soon, so it does not have to survive a crash of the machine: do not wait for the disk.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     with calling_torch("torch.distributed.checkpoint.save", "save"):
         dcp.save(states if beside is None else {**states, **beside.states()}, storage_writer=writer)
+    return held
+
+
+def _with_changes(held: RankSaved, before: Mapping[str, Tensor], model: Module) -> RankSaved:
+    """Add what save() changed. An optimizer may average the weights to save them, and then take that back."""
+    reshard(model)
+    now = {name: local_part(part.local) for name, part in persistent_parts(model).items() if name in before}
+    digests = {name: digest(local) for name, local in now.items()}
+    changed = [name for name, found in digests.items() if found != held.tensors[name]]
+    rounded = tuple(name for name in changed if _is_rounding(before[name], now[name]))
+    parameters = {name for name, kind, _ in named_tensors(model) if kind == "parameter"}
+    return replace(
+        held,
+        tensors={**held.tensors, **{name: digests[name] for name in rounded}},
+        moved=tuple(name for name in changed if name in parameters and name not in rounded),
+        rounded=rounded,
+    )
+
+
+def _is_rounding(before: Tensor, after: Tensor) -> bool:
+    if not after.is_floating_point() or (before.dtype, before.shape) != (after.dtype, after.shape):
+        return False
+    apart, largest = (after.double() - before.double()).abs().max(), before.double().abs().max()
+    return bool(apart <= ROUNDING * torch.finfo(after.dtype).eps * largest)
 
 
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:

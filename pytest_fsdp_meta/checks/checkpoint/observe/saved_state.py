@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import persistent_parts
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject, resharded_subject
 from pytest_fsdp_meta.checks.values.observe import compare_all
@@ -19,7 +21,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import fits, local_part, own_part, 
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import AssembledRecord, record_parts
 from pytest_fsdp_meta.ranks.inventory import named_tensors
-from pytest_fsdp_meta.ranks.reference_record import is_array, record_at
+from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import current
 
@@ -39,8 +41,18 @@ def record_state(folder: str) -> Held | str:
 
 def compare_model(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison, ...]:
     """Compare this rank's parameters and persistent buffers with what the ranks of another world have recorded."""
-    record = _recorded("model", held_by_rank, folder)
-    return compare_all(persistent_parts(resharded_subject().model).items(), record)
+    return _compare_model(_recorded("model", held_by_rank, folder))
+
+
+def compare_loaded(record: str) -> tuple[Comparison, ...]:
+    """Compare this rank's parameters and persistent buffers with the record of the reference."""
+    return _compare_model(Record(record))
+
+
+def _compare_model(record: Record) -> tuple[Comparison, ...]:
+    model = resharded_subject().model
+    tensors = ((name, tensor) for name, _, tensor in named_tensors(model))
+    return *_foreign(tensors), *compare_all(persistent_parts(model).items(), record)
 
 
 def compare_state(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison, ...]:
@@ -51,24 +63,44 @@ def compare_state(held_by_rank: Sequence[Held], folder: str) -> tuple[Comparison
     held = {name for name, _, tensor in named_tensors(model) if parts.of(name, tensor).local.numel()}
     missing = [name for name in record.names() if name not in found and name.rpartition(": ")[0] in held]
     return (
+        *_foreign((f"{name}: {key}", value) for name, _, key, value in _state()),
         *compare_all(found.items(), record),
-        *(Comparison(name, False, problem="no state", should_be="as saved") for name in missing),
+        *(Comparison(name, False, problem=NO_STATE) for name in missing),
     )
+
+
+def _foreign(tensors: Iterable[tuple[str, Any]]) -> Iterator[Comparison]:
+    """Yield the DTensors that are on a mesh of another world.
+
+    One that was pickled comes back with the mesh and the coordinate of the rank that saved it. Its part then equals
+    what was saved, but the parts of other ranks are nowhere, or each rank has the part of one.
+    """
+    for name, tensor in tensors:
+        if isinstance(tensor, DTensor):
+            ranks, coordinate = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+            own = coordinate is None or int(ranks[tuple(coordinate)]) == dist.get_rank()
+            if not own or int(ranks.max()) >= dist.get_world_size():
+                yield Comparison(name, False, problem=FOREIGN)
+
+
+def _state() -> Iterator[tuple[str, Tensor, str, Any]]:
+    """Yield each parameter by its first name, with each key and value of its state."""
+    rank = current()
+    optimizer: Optimizer = rank.state["resumable"]
+    seen = set[int]()
+    for name, kind, parameter in named_tensors(loaded_subject(rank).model):
+        if kind == "parameter" and id(parameter) not in seen:
+            seen.add(id(parameter))
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield name, parameter, key, value
 
 
 def _state_parts() -> Iterator[tuple[str, Part]]:
     """Yield "<parameter>: <key>" and this rank's part of each tensor that describes all elements of a parameter."""
-    rank = current()
-    optimizer: Optimizer = rank.state["resumable"]
-    model: Module = loaded_subject(rank).model
-    parts, seen = parts_of(model), set[int]()
-    for name, kind, parameter in named_tensors(model):
-        if kind != "parameter" or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and (part := _part_like(parts.of(name, parameter), parameter, value)):
-                yield f"{name}: {key}", part
+    parts = parts_of(loaded_subject(current()).model)
+    for name, parameter, key, value in _state():
+        if isinstance(value, Tensor) and (part := _part_like(parts.of(name, parameter), parameter, value)):
+            yield f"{name}: {key}", part
 
 
 def _part_like(part: Part, parameter: Tensor, value: Tensor) -> Part | None:
