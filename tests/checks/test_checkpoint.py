@@ -95,8 +95,22 @@ def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) ->
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_key_that_is_missing(ranks):
-    found = verdict(NAMES, keys(healthy(), ranks, head__weight=""))
-    assert findings_of(found) == [(HEAD, ranks, "missing in the state dict", "saved under this name", "")]
+    found = verdict(NAMES, keys(healthy(), ranks, layers__0__weight=""))
+    assert findings_of(found) == [(MIDDLE, ranks, "missing in the state dict", "saved under this name", "")]
+
+
+def test_one_name_of_a_tie_is_enough():
+    """save_pretrained() of transformers writes one."""
+    assert verdict(NAMES, keys(healthy(), head__weight="")).status == "passed"
+    found = verdict(NAMES, keys(healthy(), (1,), head__weight="", embed__weight=""))
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(EMBEDDING, (1,)), (HEAD, (1,))]
+    apart = healthy()
+    untied = replace(apart.reference, inventory=change(apart, HEAD, storage="", identity=1).inventory[0])
+    found = verdict(NAMES, keys(replace(apart, reference=untied), head__weight=""))
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(HEAD, (0, 1))]
+    # Without a reference, only what no other name saves may be missing.
+    alone = undeclared(again(healthy(), "saved", left_out=(HEAD,)), "reference", why="not declared")
+    assert verdict(ROUND_TRIP, alone).status == "passed"
 
 
 def test_a_state_dict_that_one_rank_gathers():
@@ -109,9 +123,9 @@ def test_a_state_dict_that_one_rank_gathers():
 
 
 def test_a_key_that_is_renamed():
-    found = verdict(NAMES, keys(healthy(), head__weight="output.weight"))
+    found = verdict(NAMES, keys(healthy(), layers__0__weight="output.weight"))
     assert findings_of(found) == [
-        (HEAD, (0, 1), "missing in the state dict", "saved under this name", ""),
+        (MIDDLE, (0, 1), "missing in the state dict", "saved under this name", ""),
         ("output.weight", (0, 1), "extra key in the state dict: the reference has no such key", "", ""),
     ]
 
@@ -179,14 +193,14 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
 
 
 def test_a_missing_key_is_reported_by_one_check():
-    evidence = again(keys(healthy(), head__weight=""), "saved", left_out=(HEAD,))
-    evidence = again(evidence, "restored", tensors=saved(head__weight="other").tensors)
+    evidence = again(keys(healthy(), layers__0__weight=""), "saved", left_out=(MIDDLE,))
+    evidence = again(evidence, "restored", tensors=saved(layers__0__weight="other").tensors)
     assert verdict(NAMES, evidence).status == "failed"
     found = verdict(ROUND_TRIP, evidence)
-    assert (found.status, found.reason) == ("skipped", left_out(NAMES, HEAD))
+    assert (found.status, found.reason) == ("skipped", left_out(NAMES, MIDDLE))
     alone = undeclared(evidence, "reference", why="Subject(reference=...) is not declared")
     assert verdict(ROUND_TRIP, alone).reason == (
-        f"the state dict has no key for {HEAD}; whether it should have one needs a reference"
+        f"the state dict has no key for {MIDDLE}; whether it should have one needs a reference"
     )
 
 

@@ -159,8 +159,10 @@ def exported(case: str, names: list[str], folder: str) -> RankExport:
     return export(folder, names)
 
 
-def compared(folder: str, exports: list[RankExport], dtype: str) -> Export:
+def compared(folder: str, exports: list[RankExport], dtype: str, tied: bool) -> Export:
     reference = holding(**{name: whole(name, getattr(torch, dtype)) for name in ("a", "b")})
+    if tied:
+        reference.b = reference.a
     current().state["reference"] = reference
     write_record(record_at(folder, "values"), reference.named_parameters())
     return compare_export(folder, str(record_at(folder, "values")), exports)
@@ -177,9 +179,9 @@ def worlds():
 def run(worlds, tmp_path):
     """Return a function that exports a case, and compares it with the reference of ``a`` and ``b``."""
 
-    def observe(case: str, *names: str, dtype: str = "float32", ranks: World = worlds[0]) -> Export:
+    def observe(case: str, *names: str, dtype: str = "float32", ranks: World = worlds[0], tied: bool = False) -> Export:
         exports = ranks.run(exported, case, list(names or ["a"]), str(tmp_path))
-        found: Export = worlds[1].run(compared, str(tmp_path), exports, dtype)[0]
+        found: Export = worlds[1].run(compared, str(tmp_path), exports, dtype, tied)[0]
         return found
 
     return observe
@@ -208,6 +210,11 @@ def test_tied_names_are_both_exported(run):
     assert (found.missing, a.name, b.name) == ((), "a", "b")
     assert equal_on(a) == {0: True, 1: True}
     assert equal_on(b) == {0: False, 1: False}, "the reference's b has other values"
+
+
+def test_loading_one_name_of_a_tie_loads_the_other(run):
+    assert run("blocks", tied=True).missing == ()
+    assert run("blocks").missing == ("b",)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _compare_loads(first: TensorFacts, second: TensorFacts | None, drawn: bool) 
 
 
 @checkpoint_check(
-    promise="the state dict has exactly the reference's keys, without prefixes of wrappers",
+    promise="the state dict has exactly the reference's keys, or one of each tie, without prefixes of wrappers",
     needs=["inventory", "reference", "state_dict"],
     after=["same_manifest_on_every_rank", "names_match_reference"],
     why="Code that loads the checkpoint by name does not find a renamed weight, and often does not report it.",
@@ -98,7 +98,14 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
     clean = [(rank, {prefixed.get(key, key) for key in keys}) for rank, keys in by_rank if keys or not gathered]
     held = [rank.by_name for rank in view.evidence.inventory]
     elsewhere = [{name for name in view.on_some_ranks if name not in own} for own in held]
-    missing = ((rank, key) for rank, keys in clean for key in sorted(expected - keys - elsewhere[rank]))
+    # Loading one name of a tie loads all of them, and transformers' save_pretrained() writes only one.
+    ties = view.reference_inventory.tied_with
+    missing = (
+        (rank, key)
+        for rank, keys in clean
+        for key in sorted(expected - keys - elsewhere[rank])
+        if keys.isdisjoint(ties.get(key, ()))
+    )
     for name, ranks in ranks_by(missing).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "missing in the state dict", "saved under this name", condemns=(name,))
@@ -136,7 +143,12 @@ def dcp_round_trip(view: View) -> Iterable[Finding]:
             f"ranks hold different values of {first_of(diverging)} in the same place of the tensor, and "
             "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
         )
-    left = [name for rank in before for name in rank.left_out if view.judgeable(name)]
+    left = [
+        name
+        for rank, held in zip(before, evidence.inventory, strict=False)
+        for name in rank.left_out
+        if held.tied_with.get(name, frozenset()) <= {*rank.left_out} and view.judgeable(name)
+    ]
     if left and evidence.reference is None:
         raise NotJudged(f"the state dict has no key for {left[0]}; whether it should have one needs a reference")
     if rounded := list(dict.fromkeys(name for rank in before for name in rank.rounded)):

@@ -29,7 +29,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import fits, own_part, placed_like,
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import boxes_of, facts_of, record_parts, rows_of
 from pytest_fsdp_meta.ranks.batches import calling_field
-from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, unwrapped
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import current, doing
@@ -163,8 +163,10 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport]) -> E
     loaded = model.load_state_dict(state, strict=False)
     extra = {key for own in exports for key in own.keys if key.endswith(EXTRA_STATE)}
     known = extra | set(common) | {found.name for found in assembled}
+    memory = {name: memory_key(tensor) for name, _, tensor in named_tensors(model)}
+    filled = {memory[name] for name in known if name in memory} - {None}  # of a tie, one name fills all
     return Export(
-        missing=tuple(key for key in loaded.missing_keys if key not in known),
+        missing=tuple(key for key in loaded.missing_keys if key not in known and memory.get(key) not in filled),
         unexpected=tuple(loaded.unexpected_keys),
         comparisons=tuple(compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common),
         rounded={
