@@ -35,7 +35,7 @@ _VALUES = r"nan\b|\binf|finite|range|bounds|negative|overflow|assert|device-side
 _SIZES = r"size|shape|dim|mat1|broadcast|numel|elements|stride|length|range|bounds|DTensor"
 RAISES = {
     "same_manifest_on_every_rank": rf"collective|mismatch|gloo|nccl|{_SIZES}",
-    "names_match_reference": r"AttributeError|KeyError|NoneType|missing key|unexpected key|not found|unused",
+    "names_match_reference": rf"AttributeError|KeyError|NoneType|missing key|unexpected key|not found|unused|{_SIZES}",
     "shapes_match_reference": _SIZES,
     "dtypes_match_reference": r"dtype|data type|scalar type|half|float|double|long\b|not implemented for",
     "requires_grad_matches_reference": r"grad|NoneType|leaf",
