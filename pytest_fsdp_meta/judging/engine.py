@@ -45,7 +45,7 @@ RAISES = {
     "no_uninitialized_memory": _VALUES,
     "params_on_rank_device": r"device|cuda|cpu|backend",
     "buffers_on_rank_device": r"device|cuda|cpu|backend",
-    "managed_params_are_registered": rf"{_SIZES}|grad|NoneType|storage|device",
+    "managed_params_are_registered": rf"{_SIZES}|grad|AttributeError|NoneType|storage|device",
     **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal"), _VALUES),
 }
 """Check -> what an exception says that its findings can cause. Those of other checks may cause any."""
