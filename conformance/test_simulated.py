@@ -231,6 +231,12 @@ def load_with_a_head_for_tp(fsdp, path):
     return subject(model, path, placements={"lm_head.weight": (Shard(0),)})
 
 
+def load_within_nodes(fsdp, path):
+    """HSDP on the loader's own mesh: replicated over nodes of two ranks, however many there are."""
+    mesh = init_device_mesh("cpu", (fsdp.world_size // 2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return subject(load_sharded(path, mesh, fsdp.device), path)
+
+
 TILING = "shards_tile_the_tensor"
 REASONS = {
     load_in_another_numbering: "on a mesh of the loader's own, in which the places of other ranks are unknown",
@@ -238,6 +244,7 @@ REASONS = {
 OWN_MESHES = {
     load_in_another_order: "passed",
     load_with_a_head_for_tp: "passed",
+    load_within_nodes: "passed",
     load_in_another_numbering: "skipped",
     load_first_everywhere: "failed",
 }

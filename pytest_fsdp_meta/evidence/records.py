@@ -198,7 +198,9 @@ class Unavailable:
     long text. It is False if the author did not declare what the observation needs or if earlier findings rule it
     out; its checks are then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible,
     "blocked" if fixing the findings of other checks would, "unselected" if no selected check asked for it, and
-    "unsupported" if this release of torch lacks a private name that it needs.
+    "unsupported" if this release of torch lacks a private name that it needs. Of an error, it is "alone" if the
+    reference or the verifier failed, in a world of its own, and "raised" if the first failure of the ranks is an
+    exception that is about neither memory nor the network.
     """
 
     summary: str

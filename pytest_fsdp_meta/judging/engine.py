@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pytest_fsdp_meta.checks.simulation.facts import NO_VALUES
-from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence
+from pytest_fsdp_meta.evidence import VALUES_CHECKS, Evidence, Unavailable
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
@@ -32,6 +33,24 @@ AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that inspect the model without running it."""
 EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
+_VALUES = r"nan\b|\binf|finite|range|bounds|negative|overflow|assert|device-side"
+_SIZES = r"size|shape|dim|mat1|broadcast|numel|elements|stride|length|range|bounds|DTensor"
+RAISES = {
+    "same_manifest_on_every_rank": rf"collective|mismatch|gloo|nccl|{_SIZES}",
+    "names_match_reference": rf"AttributeError|KeyError|NoneType|missing key|unexpected key|not found|unused|{_SIZES}",
+    "shapes_match_reference": _SIZES,
+    "dtypes_match_reference": r"dtype|data type|scalar type|half|float|double|long\b|not implemented for",
+    "requires_grad_matches_reference": r"grad|NoneType|leaf",
+    "parameter_attributes_kept": r"attribute",
+    "no_meta_params": r"meta|storage|data_ptr|device",
+    "no_meta_buffers": r"meta|storage|data_ptr|device",
+    "no_uninitialized_memory": _VALUES,
+    "params_on_rank_device": r"device|cuda|cpu|backend",
+    "buffers_on_rank_device": r"device|cuda|cpu|backend",
+    "managed_params_are_registered": rf"{_SIZES}|grad|AttributeError|NoneType|storage|device",
+    **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal"), _VALUES),
+}
+"""Check -> what an exception says that its findings can cause. Those of other checks may cause any."""
 PACKAGE = Path(__file__).parents[1]
 PASSED_IN_PART = "passed for what could be checked"
 KINDS = {
@@ -164,10 +183,26 @@ def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> V
         return Verdict(check, "skipped", reason=unavailable.summary, why=why)
     if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
         basic = _failed_basics(check, run) if need != "repetition" else ()
-        if by := ", ".join(dict.fromkeys((*failed, *basic))):
+        if by := ", ".join(id for id in dict.fromkeys((*failed, *basic)) if _may_explain(id, unavailable, run)):
             reason = f"{unavailable.summary}; the findings of {by} may explain it" if unavailable.error else ""
             return Verdict(check, "skipped", reason=reason or unavailable.summary, why=KINDS["blocked"])
     return Verdict(check, "error", reason=unavailable.summary, detail=unavailable.detail)
+
+
+def _may_explain(id: str, unavailable: Unavailable, run: _Run) -> bool:
+    """Whether the findings of a check may be why something was not observed.
+
+    They are about the loaded model, so they explain nothing that the reference does alone, unless it trained from the
+    loader's values; and they explain an exception if it says what such findings cause, or names one of their tensors.
+    """
+    reference = run.evidence.reference
+    if unavailable.kind == "alone" and not (reference and reference.adopted):
+        return False
+    if unavailable.kind not in ("alone", "raised") or id not in RAISES:
+        return True
+    names = (finding.tensor for finding in run.findings(id) if finding.tensor)
+    text = unavailable.summary
+    return re.search(RAISES[id], text, re.IGNORECASE) is not None or any(name in text for name in names)
 
 
 def _failed_basics(check: Check, run: _Run) -> Iterator[str]:

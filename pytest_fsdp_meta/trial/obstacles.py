@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"
-NOT_ABOUT_THE_CHECKPOINT = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
-"""Exceptions that a world of another size raises because of its machine or network, or because the author skips."""
+NOT_OF_ITS_OWN = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
+"""Exceptions that a world raises because of its machine or network, or because the author skips."""
 HINTS = {
     "ReduceOp.PREMUL_SUM with Gloo": "gloo does not scale while it reduces: on the CPU, call "
     "set_force_sum_reduction_for_comms(True) on the FSDP modules as well",
@@ -54,7 +54,8 @@ def from_world_error(error: WorldError) -> Unavailable:
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    return Unavailable(add_hints(error.summary), error=True, detail="\n\n".join([str(error), *shown]))
+    kind = "alone" if error.label in ("the reference", "the verifier") else "raised" * _raises_of_its_own(error)
+    return Unavailable(add_hints(error.summary), error=True, detail="\n\n".join([str(error), *shown]), kind=kind)
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
@@ -201,12 +202,16 @@ def explain_missing_state(summary: str, stateless: Sequence[str]) -> str:
 
 def refuses_checkpoint(error: WorldError) -> bool:
     """Whether the first failure is an exception that may be about the checkpoint."""
+    return _raises_of_its_own(error) and not error.user
+
+
+def _raises_of_its_own(error: WorldError) -> bool:
+    """Whether the first failure is an exception that is not about the machine, its network or another rank."""
     first = error.failures[0]
     return (
         first.kind == "raised"
-        and not first.user
         and not first.lost_peer
-        and not NOT_ABOUT_THE_CHECKPOINT.search(first.exception)
+        and not NOT_OF_ITS_OWN.search(first.exception)
         and "out of memory" not in first.message
     )
 

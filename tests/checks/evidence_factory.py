@@ -544,9 +544,11 @@ def declare(evidence: Evidence, **fields: Any) -> Evidence:
     return replace(evidence, subject=replace(evidence.subject, **{"declared": declared, **fields}))
 
 
-def undeclared(evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "") -> Evidence:
+def undeclared(
+    evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "", kind: str = ""
+) -> Evidence:
     """Remove observations, with the reason why they were not taken."""
-    absent = dict.fromkeys(observations, Unavailable(why, error, detail))
+    absent = dict.fromkeys(observations, Unavailable(why, error, detail, kind))
     return replace(
         evidence,
         unavailable={**evidence.unavailable, **absent},

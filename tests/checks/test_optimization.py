@@ -423,6 +423,8 @@ def test_updates_that_rounding_swallows():
         (MIDDLE, (0, 1), "no element changed in 3 steps: each update is rounded away in float32", "trained", "")
     ]
     assert found.findings[0].cause.startswith("each update is smaller than half a unit in the last place")
+    by_chance = verdict(MOVES, on_runs(evidence, None, steps_by_chance=True))
+    assert by_chance.findings[0].cause.startswith("the step draws random numbers, but rounds this parameter to the ")
     # One rank moved its shard, so the learning rate is not too small; and the plugin's own is not judged.
     assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
     own = declare(evidence, declared=evidence.subject.declared - {"optimizer"})

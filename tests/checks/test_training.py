@@ -89,6 +89,26 @@ def test_a_wrong_model_explains_a_crash_to_every_check():
         assert "dtypes_match_reference" in why, id
 
 
+SIZES = "rank 0 raised RuntimeError in model(**batch): The size of tensor a (4) must match the size of tensor b (6)"
+
+
+@pytest.mark.parametrize(
+    ("summary", "kind", "status"),
+    [
+        (SIZES, "raised", "skipped"),
+        (f"rank 0 raised ValueError in loss(model, batch): {MIDDLE} is odd", "raised", "skipped"),
+        ("rank 0 raised TypeError in loss(model, batch): unsupported operand type(s) for +", "raised", "error"),
+        ("rank 0 was killed by SIGSEGV", "", "skipped"),
+        (SIZES.replace("rank 0", "the reference"), "alone", "error"),
+    ],
+)
+def test_a_finding_explains_an_exception_that_says_what_such_findings_cause(summary, kind, status):
+    wrong = change(healthy(), MIDDLE, shape=(8, 4))
+    found = verdict(PARITY, undeclared(wrong, "training", why=summary, error=True, kind=kind, detail="Traceback"))
+    explained = "; the findings of shapes_match_reference may explain it" * (status == "skipped")
+    assert (found.status, found.reason, bool(found.detail)) == (status, summary + explained, status == "error")
+
+
 @pytest.mark.parametrize("shares", [((3, 8), (1, 8)), ((8, 3), (8, 1))], ids=["labels", "shifted labels"])
 def test_means_over_own_labels_are_named(shares):
     evidence = losses(healthy(2), (1.5, 1.5, 1.25), (3.5, 1.5, 1.25))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
-from fixtures.forms_optimizers import StochasticallyRounding
+from fixtures.forms_optimizers import StochasticallyRounding, own, rounded_by_chance
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.evidence import Evidence, Noise
@@ -140,6 +140,44 @@ def test_the_numbers_that_an_optimizer_draws_are_noise():
     moved = evidence.training[1].parameters[0].measure
     assert moved.apart > 0.2 * moved.truth
     assert statuses(evidence) == {"passed"}
+
+
+class RoundingTwice(AdamW):
+    """Round by chance what the step in bfloat16 has already rounded to the nearest value."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            own(parameter).copy_(rounded_by_chance(own(parameter).float()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "unmoved"),
+    # By chance, 0.1 elements of each norm's weight move in three steps.
+    [(partial(StochasticallyRounding, lr=1e-7), []), (partial(RoundingTwice, lr=1e-3, foreach=False), ["2.weight"])],
+    ids=["by chance", "to the nearest"],
+)
+def test_only_a_weight_that_no_chance_leaves_in_place_is_rounded_away(optimizer, unmoved):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.LayerNorm(16), nn.Linear(16, 1024), nn.LayerNorm(1024), nn.Linear(1024, 4)
+        return nn.Sequential(*layers).to(torch.bfloat16)
+
+    def load(fsdp: Rank) -> Subject:
+        model = build()
+        fully_shard(model, mesh=fsdp.mesh)
+        return Subject(model, reference=build, loss=far, batch=STOCHASTIC["batch"], optimizer=optimizer)
+
+    def far(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return 1000 * (model(batch["x"]).float() - 1).square().mean()
+
+    moves = "every_trainable_moves"
+    evidence = trial_help.observe(load, [moves])
+    assert evidence.training[0].steps_by_chance
+    found = trial_help.judge_all(evidence, [moves])[moves].findings
+    assert [finding.tensor for finding in found] == unmoved
+    assert all(finding.cause.startswith("the step draws random numbers, but rounds this") for finding in found)
 
 
 @pytest.mark.nightly

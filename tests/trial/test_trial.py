@@ -75,6 +75,35 @@ def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, 
     assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
 
 
+@pytest.mark.parametrize(
+    ("text", "alone", "status"),
+    [
+        ("no labels", True, "error"),
+        ("no labels", False, "error"),
+        ("element 0 of tensors does not require grad", False, "skipped"),
+    ],
+    ids=["the reference raises", "the ranks raise", "it follows from the finding"],
+)
+def test_an_exception_of_the_author_is_an_error_unless_it_follows_from_a_finding(text, alone, status):
+    def raising(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+        if alone or torch.distributed.get_world_size() > 1:
+            raise ValueError(text)
+        return loss(model, rows)
+
+    def loader(fsdp):
+        model = subject(fsdp, freeze=False).model
+        return Subject(model, reference=build, batch=batch, loss=raising, frozen="0.*")
+
+    verdicts = judged(loader)
+    assert verdicts[TRAINABLE].status == "failed"
+    raised = f"{'the reference' if alone else 'ranks 0, 1'} raised ValueError in Subject(loss=...): {text}"
+    explained = f"; the findings of {TRAINABLE} may explain it" * (status == "skipped")
+    assert {(found.status, found.reason) for id, found in verdicts.items() if id in TRAINED[1:]} >= {
+        (status, raised + explained)
+    }
+    assert verdicts[PARITY].status == status
+
+
 def failing() -> nn.Module:
     print("looking for the verifier")
     raise FileNotFoundError("verifier.safetensors")

@@ -8,7 +8,7 @@ from math import prod
 
 from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
-from pytest_fsdp_meta.evidence import TensorFacts, not_declared, sharded_dim, shards_data
+from pytest_fsdp_meta.evidence import TensorFacts, not_declared, replicates, sharded_dim, shards_data
 from pytest_fsdp_meta.judging.families import scale_check
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
@@ -105,7 +105,8 @@ def _bytes(tensor: TensorFacts) -> int:
     why="A model that fits on eight GPUs should fit on sixty-four with room for longer sequences; a part that does not "
     "fall is paid on every GPU.",
     cause="parameters are whole on every rank, are sharded over a part of the mesh only, or on a dim that is too short",
-    remedy="shard them over the dimension that grows; what should stay whole is declared by Subject(unsharded=...)",
+    remedy="shard them over the dimension that grows; what should stay whole is declared by Subject(unsharded=...), "
+    "and replicas on a mesh of the loader's own by its dimension's name, dp_replicate",
     references=["arXiv:1910.02054 (ZeRO), figure 1"],
     simulated="only",
 )
@@ -226,7 +227,7 @@ def _heaviest(size: SimulatedSize) -> int:
 
 
 def _kept(view: View, largest: SimulatedSize, smaller: SimulatedSize) -> int:
-    """Return the bytes of the heaviest rank that, as declared, do not fall as the world grows."""
+    """Return the bytes of the heaviest rank that, on purpose, do not fall as the world grows."""
     grown = next(dim for (dim, size), (_, other) in zip(largest.mesh, smaller.mesh, strict=True) if size != other)
     rank = _heaviest(largest)
     inventory = next(one for one in view.evidence.inventory if one.rank == rank)
@@ -240,7 +241,13 @@ def _is_kept(view: View, tensor: TensorFacts, grown: str) -> bool:
         return True
     if tensor.placements is None:  # other ranks have other tensors instead, such as experts
         return tensor.name in view.on_some_ranks
-    if tensor.name not in subject.placements or mesh is None:
+    if mesh is None:
         return False
-    world, own = dict(view.evidence.world.mesh), zip(mesh.dims, mesh.shape, tensor.placements, strict=True)
-    return all(dim in world and world[dim] == size and (dim != grown or sharded_dim(p) is None) for dim, size, p in own)
+    world = dict(view.evidence.world.mesh)
+    own = list(zip(mesh.dims, mesh.shape, tensor.placements, strict=True))
+    whole = {dim for dim, _, p in own if sharded_dim(p) is None}
+    # HSDP on a mesh of the loader's own, which says by its names that nodes are replicas.
+    if any(replicates(dim) and world.get(dim or "") != size and dim in whole for dim, size, _ in own):
+        return len(whole) < len(own)
+    known = all(dim in world and world[dim] == size and (dim != grown or dim in whole) for dim, size, _ in own)
+    return tensor.name in subject.placements and known

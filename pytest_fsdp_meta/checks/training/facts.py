@@ -206,6 +206,8 @@ class RankTraining:
     """None if nothing differs from the reference by more than the smallest tolerance: then it is not needed."""
     swallowed: tuple[str, ...] = ()
     """The parameters whose updates are all rounded away: nothing moves, neither here nor in the reference."""
+    steps_by_chance: bool = False
+    """Whether random numbers were drawn between a backward and the end of its step, as by stochastic rounding."""
     forward: ForwardWeights = ForwardWeights(0)
     rates: tuple[tuple[float, ...], ...] = ()
     """The learning rate of each parameter group, for each step."""

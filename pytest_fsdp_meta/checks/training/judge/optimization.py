@@ -210,7 +210,8 @@ def _swallowed(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
         if holders and all(name in runs[rank].swallowed for rank in holders):
             dtype = tensors[0][1].dtype
             actual = f"no element changed in {count_steps(view)}: each update is rounded away in {dtype}"
-            yield Finding(name, tuple(holders), actual, "trained", **_SWALLOWED)
+            explanation = _NOT_BY_CHANCE if runs[holders[0]].steps_by_chance else _SWALLOWED
+            yield Finding(name, tuple(holders), actual, "trained", **explanation)
 
 
 _SWALLOWED: Explanation = {
@@ -218,6 +219,11 @@ _SWALLOWED: Explanation = {
     "rate below 0.002 in bfloat16; the reference trains in the same dtype and does not move either",
     "remedy": "keep parameters in float32 and compute in bfloat16 (MixedPrecisionPolicy), round stochastically, or "
     "freeze them",
+}
+_NOT_BY_CHANCE: Explanation = {
+    "cause": "the step draws random numbers, but rounds this parameter to the nearest value: with stochastic rounding, "
+    "the chance that no element moves is below one in a million",
+    "remedy": "compute the new weight in float32 and round that stochastically, not a weight that is rounded already",
 }
 
 

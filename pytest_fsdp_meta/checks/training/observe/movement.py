@@ -19,12 +19,16 @@ from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.generators import read_states
 from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import Record
 
 GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
+CERTAIN = -math.log(1e-6)
+"""Elements that stochastic rounding moves on average, from which on the chance that none moves is below 1e-6."""
 ROUNDING = 32.0
 """Units in the last place of a typical gradient; a smaller gradient may be a zero with rounding errors."""
 
@@ -152,10 +156,12 @@ def swallowed(
     noise: float,
     optimizer: Optimizer,
     earlier: Mapping[str, Tensor],
+    by_chance: bool,
 ) -> tuple[str, ...]:
     """Return the parameters in a low precision that neither this rank nor the reference moved, despite gradients.
 
-    A learning rate of zero is not rounding, and gradients below ``noise`` are.
+    A learning rate of zero is not rounding, and gradients below ``noise`` are. If the optimizer may round ``by_chance``
+    (stochastically), parameters that it may well have left in place are no proof, and left out.
     """
     rates = {id(p): _rate(group, 1.0) for group in optimizer.param_groups for p in group["params"]}
     parts, compared = parts_of(model), [records[name] for name in DUE_BY]
@@ -172,9 +178,26 @@ def swallowed(
             continue
         if all(name in record and record.shape(name) == part.shape for record in compared):
             old, gradient, new = (read_part(part, record, name) for record in compared)
-            if torch.equal(old, new) and bool((gradient.abs() > noise).any()):
+            still = torch.equal(old, new) and bool((gradient.abs() > noise).any())
+            if still and not (by_chance and _expected_moves(old, gradient, rates[id(low[name])]) < CERTAIN):
                 found.append(name)
     return tuple(found)
+
+
+def _expected_moves(old: Tensor, gradient: Tensor, rate: float) -> float:
+    """Return at least how many elements one step moves on average with stochastic rounding.
+
+    An element's chance is its update, as ``due_by_gradients`` assumes it, in units in the last place.
+    """
+    unit = torch.finfo(old.dtype).eps * old.abs().float() + torch.finfo(torch.float32).tiny
+    return float((rate * gradient.abs().float().clamp(max=1.0) / unit).clamp(max=1.0).sum())
+
+
+def random_states(optimizer: Optimizer, device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that an optimizer may draw from: torch's default ones, and its own."""
+    held = (value for part in parts_of_optimizer(optimizer) for value in vars(computing_optimizer(part)).values())
+    own = (generator.get_state() for generator in held if isinstance(generator, torch.Generator))
+    return [*read_states(device).values(), *own]
 
 
 MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum"})

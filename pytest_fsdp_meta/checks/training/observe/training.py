@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -37,6 +38,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     gradient_noise,
     moved_rows,
     movements,
+    random_states,
     swallowed,
 )
 from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
@@ -80,7 +82,7 @@ def observe_training(
     subject = loaded_subject(rank)
     data_parallel = batch_slice(subject, rank)
     optimizer = make_optimizer(subject)
-    seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping))
+    seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping), optimizer)
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
     seen.beside = beside = make_beside(subject, optimizer)
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
@@ -88,9 +90,9 @@ def observe_training(
     reshard(subject.model)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
-    averages, moved = compare_beside(beside, kept, seen.records), seen.movements(optimizer, noise)
+    averages, moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
     broadcast = broadcast_buffers(subject.model)
-    swallowed_updates = seen.swallowed(optimizer, noise)
+    swallowed_updates = seen.swallowed(noise)
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
@@ -119,6 +121,7 @@ def observe_training(
         second=seen.second,
         late=seen.compared["late"],
         swallowed=swallowed_updates,
+        steps_by_chance=seen.steps_by_chance,
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
@@ -140,6 +143,7 @@ class _RankSteps(StepObserver):
         steps: int,
         records: Mapping[str, Record],
         clipping: tuple[float | None, OwnClipping | None],
+        optimizer: Optimizer | None,
     ) -> None:
         self.records = records
         self.without_gradient: tuple[str, ...] = ()
@@ -149,6 +153,9 @@ class _RankSteps(StepObserver):
         self.second: SecondStep | None = None
         self._clipping = clipping
         """The norm of the reference's gradients, and what the author's function did to them."""
+        self._optimizer = optimizer
+        self._random_states: list[Tensor] = []
+        self.steps_by_chance = False
         self._subject = subject
         self._model = subject.model
         self.weights = WeightWatch(subject.model)
@@ -183,33 +190,40 @@ class _RankSteps(StepObserver):
             self._observe_first_gradients()
         elif step == 1 and "second" in self.records:
             self._observe_second_gradients()
+        if self._optimizer is not None:
+            self._random_states = random_states(self._optimizer, self._rank.device)
 
     def take(self, event: str, step: int = 0) -> None:
         """Compare the snapshots that are due after this event with those that the reference recorded."""
         if (event, step) == ("update", 0):
             self._moved = moved_rows(self._model, self.before)
+        if event == "update" and self._optimizer is not None:
+            states = random_states(self._optimizer, self._rank.device)
+            self.steps_by_chance |= not all(map(torch.equal, self._random_states, states))
         for snapshot in snapshots_after(event, step, self._steps):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
 
-    def movements(self, optimizer: Optimizer | None, reference_noise: float) -> tuple[Movement, ...]:
+    def movements(self, reference_noise: float) -> tuple[Movement, ...]:
         """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
-        if optimizer is None:
+        if self._optimizer is None:
             return ()
         if self.records:
             due = due_by_reference(self.records, reference_noise)
         else:
-            due = due_by_gradients(self._own_gradients, optimizer, self._own_noise)
+            due = due_by_gradients(self._own_gradients, self._optimizer, self._own_noise)
         return movements(self._model, self.before, due, self._moved)
 
-    def swallowed(self, optimizer: Optimizer | None, noise: float) -> tuple[str, ...]:
-        if optimizer is None or not self.records:
+    def swallowed(self, noise: float) -> tuple[str, ...]:
+        if self._optimizer is None or not self.records:
             return ()
         copied = [
             name for name, value in self.beside.entries() if isinstance(value, Tensor) and not is_low(value.dtype)
         ]
-        found = swallowed(self._model, self.before, self.records, noise, optimizer, self._moved)
+        found = swallowed(
+            self._model, self.before, self.records, noise, self._optimizer, self._moved, self.steps_by_chance
+        )
         # Copies in float32 beside the model keep what rounding takes away.
         return tuple(name for name in found if not any(entry.endswith(f".{name}") for entry in copied))
 
