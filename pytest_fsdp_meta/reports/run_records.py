@@ -34,6 +34,7 @@ class ItemContext:
     """The file of the stored evidence, relative to the report."""
     summary: Summary | None = None
     evenness: Evenness | None = None
+    unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: tuple[SimulatedSize, ...] = ()
     problem: str = ""
     """Why the evidence was not stored."""
@@ -53,6 +54,7 @@ class ItemContext:
             evidence=other.evidence,
             summary=other.summary,
             evenness=other.evenness,
+            unseen=other.unseen,
             sizes=other.sizes,
             problem=other.problem,
         )
@@ -146,6 +148,7 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         evidence=item.evidence,
         summary=item.summary,
         evenness=item.evenness,
+        unseen=item.unseen,
         sizes=item.sizes,
     )
 

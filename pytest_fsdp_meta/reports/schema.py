@@ -305,6 +305,13 @@ class Evenness:
     """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
 
 
+UNSEEN = {
+    "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
+    "random, in the reference and in its checkpoint",
+    "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
+    "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
+}
+"""What no check can see because of the model's values or sizes, each with a sentence about the tensors."""
 UNKNOWN = WorldFacts(0, (), "", "")
 
 
@@ -326,6 +333,8 @@ class LoaderRecord:
     summary: Summary | None = None
     evenness: Evenness | None = None
     """None if nothing is sharded."""
+    unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key of ``UNSEEN`` -> the tensors, if the values were compared."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
     loads: int = 1

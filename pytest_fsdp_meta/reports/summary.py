@@ -9,7 +9,7 @@ from itertools import count
 from pytest_fsdp_meta.catalogue import Finding, Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
-from pytest_fsdp_meta.checks.sharding.facts import sharded_dim
+from pytest_fsdp_meta.checks.sharding.facts import is_expert, sharded_dim
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
@@ -47,6 +47,40 @@ def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
         ranks=ranks,
         tensors=tuple(f"{name} ({size} on dim {dim})" for name, dim, size, _ in sharded if size % ranks),
     )
+
+
+def unseen_in(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+    """Return the tensors whose values or sizes hide a mistake from every check, by what they hide (``UNSEEN``)."""
+    if evidence.values is None or evidence.reference is None:
+        return {}
+    drawn, first = evidence.subject.drawn, evidence.inventory[0]
+    loaded = [t for t in first.tensors if t.kind == "parameter" and t.name not in drawn and t.numel > 1]
+    holders: dict[object, set[str]] = {}
+    for tensor in loaded:
+        holders.setdefault(_bits(tensor), set()).add(tensor.name)
+    equal = [
+        t.name
+        for t in loaded
+        if len(t.shape) == 1
+        and (holders[_bits(t)] - first.tied_with.get(t.name, {t.name}) or _same_on_another_rank(t, evidence.inventory))
+    ]
+    square = [
+        f"{t.name} {t.shape}"
+        for t in loaded
+        if is_expert(t) and len(t.shape) > 1 and t.shape[-1] == t.shape[-2] and evidence.reference.complete
+    ]
+    found = {"equal vectors": tuple(equal), "square experts": tuple(square)}
+    return {kind: names for kind, names in found.items() if names}
+
+
+def _bits(tensor: TensorFacts) -> object:
+    return tensor.digest or tensor.name, tensor.dtype, tensor.local_shape
+
+
+def _same_on_another_rank(tensor: TensorFacts, inventory: Sequence[RankInventory]) -> bool:
+    """Return whether a rank that holds another part of the tensor holds the same bits."""
+    others = (rank.by_name.get(tensor.name, tensor) for rank in inventory)
+    return any(other.regions != tensor.regions and _bits(other) == _bits(tensor) for other in others)
 
 
 def _sharded_dims(tensor: TensorFacts) -> Iterator[tuple[str, int, int, int]]:

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
     UNACCOUNTED,
+    UNSEEN,
     LoaderRecord,
     count_kinds,
     describe_counts,
@@ -80,6 +81,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)
+        yield from _describe_unseen(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
         yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
@@ -159,6 +161,19 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
         f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly",
         {},
     )
+
+
+def _describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+    """Yield a line for each kind of mistake that passes in a loader without failures because of its model."""
+    clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
+    for kind, text in UNSEEN.items():
+        blind = [
+            f"{first_of(list(map(printable, loader.unseen[kind])))} of {printable(loader.loader)}"
+            for loader in clean
+            if kind in loader.unseen
+        ]
+        if blind:
+            yield text.format(first_of(blind)), {}
 
 
 def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:

@@ -71,6 +71,23 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+REVEALING: dict[str, Any] = {
+    **{name: {32: 48, 64: 56}[size] for name, size in SIZES.items() if size in (32, 64) and name != "image_size"},
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 72),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 127),
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 5),
+    "moe_intermediate_size": 40,
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 28),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 12),
+    "mamba_d_ssm": 48,
+}
+"""Sizes that differ from each other, with a vocabulary and a number of experts that two ranks do not divide.
+
+A square weight hides that it was transposed, and equal shards hide a wrong offset. Kernels of experts need multiples of
+eight.
+"""
+
 LISTED: dict[str, Callable[[list[int]], list[int]]] = {
     **dict.fromkeys(("hidden_sizes", "embed_dims", "embed_dim"), lambda widths: [width // 8 for width in widths]),
     **dict.fromkeys(("depths", "depth", "num_heads", "num_attention_heads"), lambda counts: [1] * len(counts)),
@@ -178,39 +195,41 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 """Sizes by model type where the validation or the arithmetic of an architecture requires other values."""
 
 
-def tiny_config(model_type: str, **sizes: Any) -> PreTrainedConfig:
+def tiny_config(model_type: str, *, revealing: bool = False, **sizes: Any) -> PreTrainedConfig:
     """Return the configuration of a model type with all its sizes reduced; ``sizes`` override the reduced ones.
 
-    It has two layers, of two kinds if the architecture has several, and a vocabulary of 120 tokens. Raises ValueError
-    for a model type that transformers does not know.
+    It has two layers, of two kinds if the architecture has several, and a vocabulary of 120 tokens. If ``revealing``,
+    the sizes differ from each other as far as the architecture allows, the vocabulary has 127 tokens, and there are
+    five experts. Raises ValueError for a model type that transformers does not know.
     """
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"transformers has no model type {model_type!r}{hint}")
-    return _shrink(CONFIG_MAPPING[model_type], sizes)
+    return _shrink(CONFIG_MAPPING[model_type], sizes, SIZES | REVEALING if revealing else SIZES)
 
 
-def _shrink(kind: type[PreTrainedConfig], sizes: Mapping[str, Any]) -> PreTrainedConfig:
+def _shrink(kind: type[PreTrainedConfig], sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> PreTrainedConfig:
     """Build a config of a class; the sizes of a sub-config, such as ``text_config``, may be a dict."""
     overrides = {**EXCEPTIONS.get(kind.model_type, {}), **sizes}
     try:
         default = kind()
     except (ValueError, StrictDataclassError):  # the default does not pass the architecture's own validation
         default = kind(**overrides)
-    reduced = _sizes_for(default.to_dict())
+    reduced = _sizes_for(default.to_dict(), usual)
     for name, part in kind.sub_configs.items():
         value, part_sizes = getattr(default, name, None), overrides.get(name, {})
         if value is not None and isinstance(part_sizes, dict):
             part_kind = type(value) if part is AutoConfig else part
-            reduced[name] = _shrink(part_kind, {key: size for key, size in part_sizes.items() if key != "model_type"})
+            own = {key: size for key, size in part_sizes.items() if key != "model_type"}
+            reduced[name] = _shrink(part_kind, own, usual)
             overrides.pop(name, None)
     return kind(**{**reduced, **overrides})
 
 
-def _sizes_for(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the SIZES that a configuration has, and for lists of layer kinds two layers of different kinds."""
-    sizes = {name: value for name, value in SIZES.items() if name in default}
+def _sizes_for(default: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the usual sizes that a configuration has, and for lists of layer kinds two layers of different kinds."""
+    sizes = {name: value for name, value in usual.items() if name in default}
     for name, value in default.items():
         if name in LISTED and isinstance(value, list) and all(isinstance(size, int) for size in value):
             sizes[name] = LISTED[name](value)
@@ -224,15 +243,21 @@ def _sizes_for(default: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_checkpoint(
-    model_type: str, folder: str | os.PathLike[str], *, auto_class: Any = AutoModelForCausalLM, **sizes: Any
+    model_type: str,
+    folder: str | os.PathLike[str],
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    revealing: bool = False,
+    **sizes: Any,
 ) -> Path:
     """Write a tiny checkpoint of this type's causal language model with ``save_pretrained`` and return its folder.
 
     ``auto_class`` names another class of the model, such as AutoModelForSequenceClassification. The bits are the same
-    every time. ``sizes`` override those of ``tiny_config``. Raises ValueError for a model type without such a class and
+    every time. ``sizes`` override those of ``tiny_config``. If ``revealing``, its sizes are used, and saved buffers are
+    not constant either. Raises ValueError for a model type without such a class and
     for a model that would not be tiny; architectures may raise their own errors for sizes that they do not support.
     """
-    config, build = _recipe(model_type, auto_class, sizes)
+    config, build = _recipe(model_type, auto_class, {"revealing": revealing, **sizes})
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in build(config).parameters())
@@ -247,10 +272,14 @@ def tiny_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = build(config)
+        buffers = dict(model.named_buffers())
         for parameter in model.parameters():
             # Norms and biases are initialised with ones and zeros, so a loader that skips them would go unnoticed.
             if parameter.ndim:
                 torch.nn.init.normal_(parameter, mean=parameter.data.float().mean().item(), std=STANDARD_DEVIATION)
+        for name, tensor in model.state_dict().items() if revealing else ():
+            if tensor.ndim and tensor.is_floating_point() and name in buffers and (tensor == tensor.flatten()[0]).all():
+                tensor += STANDARD_DEVIATION * torch.rand_like(tensor)  # a variance stays positive
     model.save_pretrained(folder)
     return Path(folder)
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import RankInventory
+from pytest_fsdp_meta.evidence import MeshFacts, RankInventory
 from tests.checks.evidence_factory import (
     COUNTER,
     EMBEDDING,
     FROZEN,
     HEAD,
     MIDDLE,
+    PARAMETERS,
     ROTARY,
     add,
     buffer,
@@ -343,6 +344,74 @@ def test_another_shape_than_the_reference(name, shape):
     evidence = change(healthy(), name, shape=shape)
     expected = f"{evidence.reference.inventory.by_name[name].shape}, as in the reference"
     assert findings_of(verdict(SHAPES, evidence)) == [(name, (0, 1), f"shape {shape}", expected, "")]
+
+
+CUT = "each rank of {} holds a part that was cut by hand, or the local shard of a DTensor, and "
+NOWHERE = "nothing says which part of the whole it is"
+
+
+def plain(mesh, shapes):
+    """Return the evidence of plain tensors of these shapes, which the loader made without the mesh."""
+    evidence = healthy(mesh=mesh)
+    for name in PARAMETERS:
+        evidence = change(
+            evidence, name, placements=None, mesh=None, **({"shape": shapes[name]} if name in shapes else {})
+        )
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shapes", "where"),
+    [
+        ({"tp": 2}, {MIDDLE: (3, 4), HEAD: (8, 2)}, "tp=2"),
+        ({"tp": 2}, {MIDDLE: (3, 4), HEAD: (7, 4)}, "tp=2"),  # the vocabulary's rows are padded
+        ({"tp": 4}, {EMBEDDING: (4, 4)}, "tp=4"),  # each part on two ranks, as of key heads
+        ({"dp_shard": 2, "tp": 2}, {EMBEDDING: (4, 4)}, "dp_shard=2 or tp=2"),
+        ({"ep": 2, "etp": 2}, {EMBEDDING: (4, 2)}, "ep=2 or etp=2"),
+    ],
+)
+def test_plain_parts_of_the_reference_are_a_layout_by_hand(mesh, shapes, where):
+    evidence = plain(mesh, shapes)
+    found = verdict(SHAPES, evidence).findings
+    assert [finding.tensor for finding in found] == [name for name in PARAMETERS if name in shapes]
+    assert {finding.cause for finding in found} == {CUT.format(where) + NOWHERE}
+    assert all("Part.block(tensor, shape, start)" in finding.remedy for finding in found)
+    (declared,) = {f.cause for f in verdict(SHAPES, declare(evidence, declared=frozenset({"adapter"}))).findings}
+    assert declared == CUT.format(where) + "Subject(adapter=...) returns None for it"
+
+
+def test_shards_of_fsdp2_over_parts_cut_by_hand():
+    evidence = healthy(mesh={"dp_shard": 2, "tp": 2})
+    for rank in range(4):
+        mesh = MeshFacts(("dp_shard",), (2,), (rank // 2,))
+        evidence = change(evidence, MIDDLE, [rank], shape=(6, 2), mesh=mesh, placements=("S(0)",))
+    assert {finding.cause for finding in verdict(SHAPES, evidence).findings} == {CUT.format("tp=2") + NOWHERE}
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        plain({"tp": 2}, {MIDDLE: (3, 2)}),  # narrower in two dims: another model
+        plain({"tp": 2}, {MIDDLE: (3, 4), HEAD: (16, 4)}),
+        plain({"tp": 2}, {MIDDLE: (5, 4)}),
+        plain({"tp": 2}, {MIDDLE: (2, 4)}),  # a third on two ranks
+        plain({"dp_replicate": 2}, {MIDDLE: (3, 4)}),
+        plain({"pp": 2}, {MIDDLE: (3, 4)}),
+        change(healthy(mesh={"dp_shard": 2, "tp": 2}), MIDDLE, shape=(3, 4)),  # a DTensor on both dimensions
+        change(plain({"tp": 2}, {MIDDLE: (3, 4)}), MIDDLE, sharded_by="adapter"),
+    ],
+)
+def test_other_shapes_are_not_a_layout_by_hand(evidence):
+    found = verdict(SHAPES, evidence).findings
+    assert found
+    assert not any("by hand" in finding.cause for finding in found)
+
+
+@pytest.mark.parametrize(("mesh", "by_hand"), [({"tp": 2}, True), ({"dp_shard": 2}, False), ({"pp": 2}, False)])
+def test_uneven_parts_cut_by_hand(mesh, by_hand):
+    (finding,) = verdict(MANIFEST, change(plain(mesh, {EMBEDDING: (5, 4)}), EMBEDDING, [1], shape=(3, 4))).findings
+    assert finding.actual == "shape (3, 4)"
+    assert finding.cause == CUT.format("tp=2") + NOWHERE if by_hand else finding.cause.startswith("the loader depends")
 
 
 def test_a_tensor_of_a_wrong_shape_is_not_judged_again():

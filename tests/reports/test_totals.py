@@ -9,9 +9,17 @@ from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
-from pytest_fsdp_meta.reports.summary import evenness_of
+from pytest_fsdp_meta.reports.summary import evenness_of, unseen_in
 from pytest_fsdp_meta.reports.totals import ACTIVITIES, describe_totals, nothing_judged
-from tests.checks.evidence_factory import parameter
+from tests.checks.evidence_factory import (
+    PARAMETERS,
+    change,
+    declare,
+    from_checkpoint,
+    healthy,
+    parameter,
+    undeclared,
+)
 
 WORLD = WorldFacts(2, (("dp_shard", 2),), "cpu", "gloo")
 CATALOGUE = built_in()
@@ -164,6 +172,48 @@ def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:
     assert not shared.even
     assert evenness({"a.weight": (6, 4)}, {"dp_replicate": 4}, ["R"]) is None
     assert evenness({"a.weight": (0, 4)}, {"dp_shard": 2}, ["S(0)"]) is None
+
+
+NORMS, EXPERTS = ("a.norm", "b.norm", "c.bias"), "experts.up"
+
+
+def hidden(shape: tuple[int, ...] = (4, 8, 8)) -> Evidence:
+    """Return the evidence of a model with two norms and a bias that are equal, and of experts of this shape."""
+    evidence = healthy(parameters={**PARAMETERS, **dict.fromkeys(NORMS, (8,)), EXPERTS: shape})
+    for name in NORMS[:2]:
+        evidence = change(evidence, name, digest="ones")
+    return change(evidence, NORMS[2], digest="zeros")
+
+
+def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
+    unseen = unseen_in(hidden())
+    assert unseen == {"equal vectors": NORMS, "square experts": ("experts.up (4, 8, 8)",)}
+    failing = replace(loader_with("failed"), unseen=unseen)
+    assert not any("would pass" in line for line, _ in describe_totals([failing]))
+    loaders = [replace(loader_with("passed", name=name), unseen=unseen) for name in ("t.py::test_x", "t.py::test_y")]
+    lines = [line for line, _ in describe_totals([*loaders, failing, loader_with("passed")])]
+    assert [line for line in lines if "would pass" in line] == [
+        "a loader that mixes up a.norm and 2 more of t.py::test_x and 1 more would pass, because their values are "
+        "equal; draw norms and biases at random, in the reference and in its checkpoint",
+        "a loader that transposes experts.up (4, 8, 8) of t.py::test_x and 1 more would pass where the reference is "
+        "converted by the same code, because they are square; let the intermediate size differ, as "
+        "tiny_checkpoint(..., revealing=True) does",
+    ]
+
+
+def test_values_and_sizes_that_hide_nothing_are_not_named() -> None:
+    apart = hidden((4, 16, 8))
+    for name in NORMS:
+        for rank in (0, 1):
+            apart = change(apart, name, [rank], digest=f"part {rank} of {name}")
+    assert unseen_in(apart) == {}
+    assert unseen_in(declare(hidden((4, 16, 8)), drawn=NORMS)) == {}
+    assert unseen_in(undeclared(hidden(), "values", why="-")) == {}
+    assert "square experts" not in unseen_in(from_checkpoint(hidden()))
+    tied = apart
+    for name in NORMS[:2]:
+        tied = change(tied, name, digest="of both", regions=((0, 8),), local_shape=(8,), storage="one", identity=1)
+    assert unseen_in(tied) == {}
 
 
 def test_checks_without_a_result_are_named() -> None:

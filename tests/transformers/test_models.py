@@ -55,6 +55,16 @@ def test_the_sizes_of_a_tiny_configuration() -> None:
     assert len(set(tiny_config("gemma3_text").layer_types)) == 2
 
 
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_a_revealing_checkpoint_has_no_square_weights_and_no_constants(tmp_path: Path, model_type: str) -> None:
+    model = reference_model(tiny_checkpoint(model_type, tmp_path / "here", revealing=True))
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.ndim}
+    assert not [name for name, t in tensors.items() if t.ndim > 1 and t.shape[-1] == t.shape[-2]]
+    assert not [name for name, t in tensors.items() if (t == t.flatten()[0]).all()]
+    assert model.config.vocab_size % 2
+    assert tiny_config("llama", revealing=True, vocab_size=50).vocab_size == 50
+
+
 def test_parts_of_a_configuration_are_tiny_too() -> None:
     assert tiny_config("mllama").text_config.hidden_size == 32
     given = tiny_config("mllama", text_config={"vocab_size": 50})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import prod
+from operator import gt, ne
 
-from pytest_fsdp_meta.evidence import TensorFacts, holding_stages
+from pytest_fsdp_meta.evidence import TensorFacts, holding_stages, replicates, splits_model, splits_stages
 from pytest_fsdp_meta.judging.families import structure_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
@@ -40,7 +42,7 @@ def same_manifest_on_every_rank(view: View) -> Iterable[Finding]:
         yield from _on_several_stages(view, name, facts)
         kinds = {tensor.kind for _, tensor in facts}
         comparable = comparable and len({present for _, present in presence}) <= len(kinds) == 1
-        yield from _disagreements(facts)
+        yield from _disagreements(view, facts)
     if comparable:
         yield from _disorder(view)
 
@@ -79,14 +81,48 @@ def _disorder(view: View) -> Iterator[Finding]:
             )
 
 
-def _disagreements(facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
+def _disagreements(view: View, facts: list[tuple[int, TensorFacts]]) -> Iterator[Finding]:
     for aspect in ("kind", "shape", "dtype", "requires_grad", "persistent"):
         values = [(rank, getattr(tensor, aspect)) for rank, tensor in facts]
         usual = majority(values)
         for value, ranks in ranks_by(values).items():
             if value != usual:
                 others = name_ranks(rank for rank, other in values if other == usual)
-                yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}")
+                by_hand = _explain_uneven_cut(view, facts[0][1], value, usual) if aspect == "shape" else {}
+                yield Finding(facts[0][1].name, ranks, f"{aspect} {value}", f"{usual}, as on {others}", **by_hand)
+
+
+def _explain_uneven_cut(view: View, tensor: TensorFacts, shape: tuple[int, ...], other: tuple[int, ...]) -> Explanation:
+    """Explain a parameter of which ranks have different sizes along one dim, over a dimension that splits the model."""
+    dims = [dim for dim in _dims_beyond(view, [tensor]) if splits_model(dim)]
+    one = len(shape) == len(other) and sum(map(ne, shape, other)) == 1
+    return _by_hand(view, dims) if one and dims and tensor.kind == "parameter" and not tensor.sharded_by else {}
+
+
+def _dims_beyond(view: View, tensors: Iterable[TensorFacts]) -> dict[str, int]:
+    """Return the mesh dimensions that may divide the tensors without being in the mesh of any of them."""
+    world, meshes = view.evidence.world, [t.mesh for t in tensors if t.mesh is not None]
+    known = {dim for mesh in meshes for dim in mesh.dims}
+    room = world.size // max((prod(mesh.shape) for mesh in meshes), default=1)
+    return {
+        name: size
+        for name, size in world.mesh
+        if 1 < size <= room and name not in known and not replicates(name) and not splits_stages(name)
+    }
+
+
+def _by_hand(view: View, dims: Iterable[str]) -> Explanation:
+    sizes = dict(view.evidence.world.mesh)
+    where = " or ".join(f"{dim}={sizes[dim]}" for dim in dims)
+    unknown = "nothing says which part of the whole it is"
+    if "adapter" in view.evidence.subject.declared:
+        unknown = "Subject(adapter=...) returns None for it"
+    return {
+        "cause": f"each rank of {where} holds a part that was cut by hand, or the local shard of a DTensor, and "
+        f"{unknown}",
+        "remedy": "declare Subject(adapter=...), a function that returns pytest_fsdp_meta.Part.block(tensor, shape, "
+        "start) for such a tensor (docs/hand-written-tp.md); or keep the DTensor",
+    }
 
 
 @structure_check(
@@ -196,19 +232,52 @@ _SHAPES = either(
 )
 def shapes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
-    for name, facts in view.tensors("parameter", "buffer", only=reference):
-        found = view.findings_for(name, [(rank, _compare_shape(t, reference[name].shape)) for rank, t in facts])
+    tensors = list(view.tensors("parameter", "buffer", only=reference))
+    by_hand = _explain_layout_by_hand(view, [(facts[0][1], reference[name].shape) for name, facts in tensors])
+    for name, facts in tensors:
+        pairs = [(rank, _compare_shape(t, reference[name].shape, by_hand)) for rank, t in facts]
+        found = view.findings_for(name, pairs)
         yield from (finding if finding.cause else replace(finding, **_SHAPES) for finding in found)
 
 
-def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...]) -> Mismatch | None:
+def _explain_layout_by_hand(view: View, tensors: Sequence[tuple[TensorFacts, tuple[int, ...]]]) -> Explanation:
+    """Explain wrong shapes that are all parts of the reference's, at least one an exact fraction; else return {}.
+
+    A model of another width is smaller in more dims than ranks divide, and DTensors know the dimensions of their mesh.
+    """
+    wrong = [(tensor, shape) for tensor, shape in tensors if tensor.shape != shape]
+    dims = _dims_beyond(view, (tensor for tensor, _ in wrong))
+    cuts = [_cuts(tensor.shape, shape) for tensor, shape in wrong]
+    if any(t.sharded_by for t, _ in wrong) or not all(1 <= len(cut) <= len(dims) for cut in cuts):
+        return {}
+    exact = [(whole // part) for cut in cuts for part, whole in cut if part and not whole % part]
+    cutting = [dim for dim, size in dims.items() if any(not size % parts for parts in exact)]
+    return _by_hand(view, cutting) if cutting else {}
+
+
+def _cuts(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the sizes of the dims that are smaller than the whole's, with those; [] if it cannot be a part of it."""
+    if len(shape) != len(whole) or any(map(gt, shape, whole)):
+        return []
+    return [(part, size) for part, size in zip(shape, whole, strict=True) if part < size]
+
+
+def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...], by_hand: Explanation) -> Mismatch | None:
     if tensor.shape == shape:
         return None
     found = Mismatch(f"shape {tensor.shape}", f"{shape}, as in the reference")
+    if tensor.sharded_by and tensor.local_shape == shape:
+        return found._replace(**_WHOLE_AS_PART)
     if tensor.managed is not False:
-        return found
+        return found._replace(**by_hand)
     cause = "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard"
     return found._replace(cause=cause, remedy="write into the DTensor, or re-create parameters before fully_shard()")
+
+
+_WHOLE_AS_PART: Explanation = {
+    "cause": "each rank holds the whole tensor, and DTensor.from_local was told that it is the rank's part",
+    "remedy": "pass the rank's part to DTensor.from_local, or the placement Replicate()",
+}
 
 
 @structure_check(
