@@ -248,7 +248,7 @@ def test_what_the_larger_world_saved_in_the_folder_is_loaded():
     momentum = replace(OTHER, name=f"{MIDDLE}: momentum_buffer")
     found = verdict(RESHARDS, over(healthy(), comparisons=((OTHER,),), optimizer=((momentum,),)))
     assert findings_of(found) == [
-        (MIDDLE, (0,), f"different values {where}", "what that saved", NUMBERS),
+        (MIDDLE, (0,), f"different values {where}", "the saved values", NUMBERS),
         (MIDDLE, (0,), f"different momentum_buffer {where}", "the saved optimizer state", NUMBERS),
     ]
     assert all(finding.cause.startswith("files of the larger world ") for finding in found.findings)

@@ -346,6 +346,13 @@ def test_another_shape_than_the_reference(name, shape):
     assert findings_of(verdict(SHAPES, evidence)) == [(name, (0, 1), f"shape {shape}", expected, "")]
 
 
+def test_a_whole_tensor_that_is_taken_for_a_part():
+    evidence = change(healthy(), MIDDLE, shape=(12, 4), local_shape=(6, 4))
+    assert {finding.cause for finding in verdict(SHAPES, evidence).findings} == {
+        "each rank holds the whole tensor, and DTensor.from_local was told that it is the rank's part"
+    }
+
+
 CUT = "each rank of {} holds a part that was cut by hand, or the local shard of a DTensor, and "
 NOWHERE = "nothing says which part of the whole it is"
 

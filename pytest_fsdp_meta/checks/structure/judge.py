@@ -266,7 +266,7 @@ def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...], by_hand: Explana
     if tensor.shape == shape:
         return None
     found = Mismatch(f"shape {tensor.shape}", f"{shape}, as in the reference")
-    if tensor.sharded_by and tensor.local_shape == shape:
+    if tensor.mesh is not None and tensor.local_shape == shape:
         return found._replace(**_WHOLE_AS_PART)
     if tensor.managed is not False:
         return found._replace(**by_hand)
