@@ -89,10 +89,10 @@ class Subject:
     """``train_step(model, optimizer, batch)`` trains one step on this rank's rows, and returns the loss.
 
     The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
-    the optimizer. Called on ranks only. The reference trains plainly: the ``loss`` of the whole batch, one backward,
-    the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the optimizer steps. The model
-    stays in evaluation mode, because dropout would differ between ranks and the reference; only the step whose random
-    numbers are compared between ranks runs in training mode.
+    the optimizer. Parameters of these names may come in any order. Called on ranks only. The reference trains plainly:
+    the ``loss`` of the whole batch, one backward, the same optimizer, and clipping to ``max_grad_norm``. Gradients are
+    compared when the optimizer steps. The model stays in evaluation mode, because dropout would differ between ranks
+    and the reference; only the step whose random numbers are compared between ranks runs in training mode.
     """
     data: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
     """``data()`` returns the author's own loader of batches on this rank; or the loader itself, such as a DataLoader.
@@ -134,9 +134,9 @@ class Subject:
     save: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
 
-    Called on every rank. The optimizer is None if only the model is saved. A function with a parameter ``scheduler`` or
-    ``beside`` gets those as well, also None if only the model is saved. If the model has dropout, the state of each
-    rank's generators belongs to the checkpoint. Requires ``resume``.
+    Called on every rank. Parameters of these names may come in any order. The optimizer is None if only the model is
+    saved. A function with a parameter ``scheduler`` or ``beside`` gets those as well, also None if only the model is
+    saved. If the model has dropout, the state of each rank's generators belongs to the checkpoint. Requires ``resume``.
     """
     resume: Callable[[Module, Optimizer | None, Path], object] | None = None
     """``resume(model, optimizer, folder)`` loads what ``save`` wrote into model and optimizer, in place.

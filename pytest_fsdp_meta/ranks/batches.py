@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from typing import Any
@@ -88,6 +90,49 @@ def _world_mesh(rank: Rank) -> _Mesh:
 def calling_field(field: str) -> AbstractContextManager[None]:
     """Name the field of Subject whose function is called, and how it is called, in errors that it raises."""
     return calling(f"Subject({field}=...)", SIGNATURES[field].partition(" -> ")[0])
+
+
+def call_field(field: str, function: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """Call the function of a field of Subject; errors name the field and show the call as it was made.
+
+    Arguments go to the parameters of their names, in any order; the others in order to the parameters that are left.
+    """
+    names = re.findall(r"\w+", SIGNATURES[field])[1 : len(given) + 1]
+    values = {**dict(zip(names, given, strict=True)), **more}
+    in_order, by_name = _arrange(function, names, more)
+    shown = {name: "None" if value is None else name for name, value in values.items()}
+    call = [*(shown[name] for name in in_order), *(f"{slot}={shown[name]}" for slot, name in by_name.items())]
+    with calling(f"Subject({field}=...)", f"{field}({', '.join(call)})"):
+        return function(*map(values.__getitem__, in_order), **{slot: values[name] for slot, name in by_name.items()})
+
+
+def _arrange(
+    function: Callable[..., Any], names: Sequence[str], more: Collection[str]
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Return which arguments to pass in order, and which parameter gets which of the others.
+
+    All ``names`` in order, and ``more`` by name, unless the parameters have names in another order.
+    """
+    plain: tuple[Sequence[str], Mapping[str, str]] = names, {name: name for name in more}
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # nothing describes its parameters
+        return plain
+    own = signature.parameters
+    if any(slot.kind is slot.VAR_POSITIONAL for slot in own.values()):  # it hands on what it gets, as it gets it
+        return plain
+    given = [*names, *more]
+    free = [name for name, slot in own.items() if slot.kind is slot.POSITIONAL_OR_KEYWORD and name not in given]
+    renamed = dict(zip((name for name in names if name not in own), free, strict=False))
+    by_name = {renamed.get(name, name): name for name in given}
+    try:
+        bound = signature.bind(**by_name)
+    except TypeError:  # they do not fit: let the usual call say so
+        return plain
+    try:
+        return plain if signature.bind(*names, **plain[1]) == bound else ((), by_name)
+    except TypeError:
+        return (), by_name
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved
 from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
 from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
-from pytest_fsdp_meta.ranks.batches import loss_of
+from pytest_fsdp_meta.ranks.batches import call_field, loss_of
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.ranks.optimizers import optimizer_facts, pack_optimizer
@@ -340,3 +340,43 @@ def test_an_error_about_the_arguments_says_how_the_function_is_called(loss, call
     with pytest.raises(CallFailed) as raised:
         loss_of(Subject(nn.Linear(2, 2), loss=loss), {})
     assert raised.value.where == f"Subject(loss=...){call}"
+
+
+def names_of(model, optimizer, folder):
+    return f"{model} {optimizer} {folder}"
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        names_of,
+        lambda folder, model, optimizer: names_of(model, optimizer, folder),
+        lambda where, optimizer, model: names_of(model, optimizer, where),
+        lambda net, opt, where, folder="its default": names_of(net, opt, where),
+        lambda net, kind="its default", folder=None, optimizer=None: names_of(net, optimizer, folder),
+        lambda *args: names_of(*args),
+        lambda **fields: names_of(**fields),
+        partial(lambda config, **fields: names_of(**fields), config="its own"),
+        "{} {} {}".format,
+    ],
+)
+def test_arguments_go_to_the_parameters_of_their_names(save):
+    assert call_field("save", save, "the model", "the optimizer", "the folder") == "the model the optimizer the folder"
+
+
+@pytest.mark.parametrize(
+    ("save", "call"),
+    [
+        (lambda model, folder: 1, "model, None, folder, scheduler=scheduler"),
+        (lambda model, scheduler, *rest: 1, "model, None, folder, scheduler=scheduler"),
+        (lambda model, optimizer, folder, scheduler: optimizer.step(), "model, None, folder, scheduler=scheduler"),
+        (
+            lambda folder, scheduler, model, opt: opt.step(),
+            "model=model, opt=None, folder=folder, scheduler=scheduler",
+        ),
+    ],
+)
+def test_an_error_shows_the_call_as_it_was_made(save, call):
+    with pytest.raises(CallFailed) as raised:
+        call_field("save", save, 1, None, 3, scheduler=4)
+    assert raised.value.where == f"Subject(save=...), called as save({call})"

@@ -37,7 +37,7 @@ def test_torchs_own_average_of_a_model_that_is_not_sharded_in_place():
 
 
 def test_a_step_that_gets_everything_by_name():
-    def step(model, optimizer, batch, scheduler, beside):
+    def step(batch, scheduler, beside, optimizer, model):
         found = plain_step(model, optimizer, batch)
         scheduler.step()
         beside["sum"].total += found.item()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import as_built, handed_over, renew_optimizer
+from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import call_author, renew_optimizer
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, loaded_subject, resharded_subject
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.evidence import RankBatches
@@ -119,11 +119,8 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None)
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
-        with calling_field("resume"):
-            optimizer, kept = _optimizer(rank, subject)
-            subject.resume(
-                subject.model, as_built(subject, optimizer), resumed_from, **handed_over(subject, "resume", kept)
-            )
+        optimizer, kept = _optimizer(rank, subject)
+        call_author("resume", subject, optimizer, resumed_from, kept)
     return () if subject.data is None else _open(subject.data)
 
 
@@ -168,9 +165,8 @@ def _save(rank: Rank, subject: Subject, loader: Any, folder: Path) -> None:
     doing("saving within an epoch")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
-        with calling_field("save"):
-            optimizer, kept = _optimizer(rank, subject)
-            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", kept))
+        optimizer, kept = _optimizer(rank, subject)
+        call_author("save", subject, optimizer, folder, kept)
         return
     with calling("state_dict() of Subject(data=...)"):
         # Pickled at once: the loader may go on to change what it returned.

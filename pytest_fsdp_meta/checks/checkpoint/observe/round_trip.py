@@ -36,7 +36,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, placed_like, without_partial
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import batch_slice, calling_field, calling_torch, has_stages
+from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, calling_torch, has_stages
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer, parts_of_optimizer
@@ -171,8 +171,7 @@ def _save(
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
         before = {name: local_part(part.local).clone() for name, part in persistent_parts(subject.model).items()}
-        with calling_field("save"):
-            subject.save(subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "save", beside))
+        call_author("save", subject, optimizer, folder, beside)
         return _with_changes(held, before, subject.model)
     states = _torch_states(subject.model, optimizer)
     # The trial deletes it soon, so it does not have to survive a crash of the machine: do not wait for the disk.
@@ -208,10 +207,7 @@ def _is_rounding(before: Tensor, after: Tensor) -> bool:
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
     doing("loading what was saved")
     if subject.resume is not None:
-        with calling_field("resume"):
-            subject.resume(
-                subject.model, as_built(subject, optimizer), folder, **handed_over(subject, "resume", beside)
-            )
+        call_author("resume", subject, optimizer, folder, beside)
         return
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
@@ -239,15 +235,13 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
         beside.load(loading)
 
 
-def handed_over(subject: Subject, field: str, beside: Beside | None) -> dict[str, Any]:
-    """Return what ``save`` or ``resume`` gets by name; each is None where only the model is saved."""
-    handed = (beside or Beside()).arguments(subject, getattr(subject, field), any_keyword=True)
-    return handed if beside is not None else dict.fromkeys(handed)
-
-
-def as_built(subject: Subject, optimizer: Optimizer | None) -> Optimizer | None:
-    """Return the author's container instead of the optimizers in it, which have no state dict in common."""
-    return subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
+def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None) -> None:
+    """Call ``save`` or ``resume``; where only the model is saved, all but model and folder is None."""
+    function = getattr(subject, field)
+    kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
+    # The optimizers in an author's container have no state dict in common.
+    handed = subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
+    call_field(field, function, subject.model, handed, folder, **kept)
 
 
 def _drop_unsaved(state: dict[str, Any], folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.ranks.batches import calling_field
+from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer
 from pytest_fsdp_meta.text import counted
@@ -53,8 +53,7 @@ def run_author_step(
     with ExitStack() as hooked, mode, _backwards(gradient_scale) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
-        with calling_field("train_step"):
-            loss = subject.train_step(subject.model, handed, rows, **handed_by_name)
+        loss = call_field("train_step", subject.train_step, subject.model, handed, rows, **handed_by_name)
     if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
         what = f"it returned a {type(loss).__name__} and has not run"
         raise SubjectError("train_step", f"{what}; make it a plain function, without async or yield")
