@@ -30,6 +30,8 @@ class SubjectFacts:
     tied: tuple[tuple[str, ...], ...] = ()
     drawn: tuple[str, ...] = ()
     """Tensors that the loader draws instead of loading."""
+    drawn_rows: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    """Those of them of which it draws some rows (dim 0) only, with the start and stop of a slice of these."""
     on_some_ranks: tuple[str, ...] = ()
     """Tensors that some ranks may lack."""
     stages: tuple[tuple[int, ...], ...] = ()
@@ -70,6 +72,7 @@ def combine_subjects(
     return replace(
         first,
         drawn=joined("drawn"),
+        drawn_rows={name: rows for rank in ranks for name, rows in rank.drawn_rows.items()},
         on_some_ranks=joined("on_some_ranks"),
         unsharded=joined("unsharded"),
         offloaded=joined("offloaded"),

@@ -162,8 +162,11 @@ class Subject:
     """
     tied: Sequence[Sequence[str]] = ()
     """Groups of parameter names that are one weight; by default the ties of the reference."""
-    drawn: str | Sequence[str] = ()
+    drawn: str | Sequence[str] | Mapping[str, slice] = ()
     """Names or patterns of weights that the loader draws instead of loading: a new head, fresh LoRA adapters.
+
+    A mapping gives the rows that are drawn, ``{"head.weight": slice(56, None)}`` after a vocabulary has grown from 56
+    rows; the others are compared with those of the reference.
 
     They have to be written, finite and equal on all replicas, and different parts of one tensor have to be drawn with
     different numbers. Their values are not compared with those of the reference, which trains from the values that the
@@ -227,6 +230,7 @@ class Subject:
         """
         names = [*parameters, *buffers]
         matcher = _Matcher(lenient=stages or bool(self.on_some_ranks))
+        rows: Mapping[str, slice] = self.drawn if isinstance(self.drawn, Mapping) else {}
         placements: dict[str, tuple[str, ...]] = {}
         for pattern, declared in self.placements.items():
             for name in matcher.match("placements", pattern, parameters):
@@ -238,7 +242,12 @@ class Subject:
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient, matcher),
             tied=tuple(tuple(group) for group in self.tied),
-            drawn=tuple(matcher.match_all("drawn", self.drawn, names)),
+            drawn=tuple(matcher.match_all("drawn", _listed(self.drawn), names)),
+            drawn_rows={
+                name: (rows[pattern].start, rows[pattern].stop)
+                for pattern in reversed(list(rows))  # the first match applies
+                for name in matcher.match("drawn", pattern, names)
+            },
             on_some_ranks=tuple(matcher.match_all("on_some_ranks", self.on_some_ranks, names)),
             unsharded=tuple(matcher.match_all("unsharded", self.unsharded, parameters)),
             offloaded=tuple(matcher.match_all("offloaded", self.offloaded, names)),

@@ -111,6 +111,11 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _are_rows(value: object) -> bool:
+    ends = (value.start, value.stop) if isinstance(value, slice) and value.step is None else (0.5,)
+    return all(end is None or isinstance(end, int) for end in ends)
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, (str, list, tuple, set, frozenset))
 
@@ -124,7 +129,7 @@ def _whole(value: object) -> tuple[object]:
     return (value,)
 
 
-SOURCES, PATTERNS = "reference verifier", "drawn on_some_ranks unsharded offloaded"
+SOURCES, PATTERNS = "reference verifier", "on_some_ranks unsharded offloaded"
 NAME = "{part!r} should be a name or a pattern such as 'layers.*.weight'"
 LISTED = "{value} should be a name, a pattern, or a list of them"
 Rule: TypeAlias = tuple[str, Callable[[Any], Iterable[Any]], Callable[[Any], object], str]
@@ -223,9 +228,16 @@ RULES: tuple[Rule, ...] = (
         lambda one: one in LOSS_OVER_RANKS,
         "invalid value {part!r} (choose mean, sum or same)",
     ),
-    ("frozen", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
+    ("frozen drawn", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
     (PATTERNS, _whole, _is_list, LISTED),
     (f"frozen {PATTERNS}", _names, _is_name, NAME),
+    ("drawn", lambda one: [one] if isinstance(one, str) else list(one), _is_name, NAME),
+    (
+        "drawn",
+        lambda one: one.values() if isinstance(one, Mapping) else (),
+        _are_rows,
+        "{value} should be the slice of the rows that are drawn, without a step, such as slice(56, None)",
+    ),
     ("kept_attributes", _whole, _is_list, "{value} should be a name, or a list of them"),
     ("kept_attributes", _names, _is_name, "{part!r} should be the name of an attribute"),
     (

@@ -117,7 +117,9 @@ class ObservationRun(TableRun):
         )[0]
 
     def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...]:
-        return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_path))
+        # Where the reference itself writes nothing, there are no rows to compare with.
+        rows = dict(self.subject.drawn_rows) | dict.fromkeys(self._unwritten_draws, (None, None))
+        return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_path, None, rows))
 
     def _compare_with_verifier(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         names = frozen_sources(self.subject, self.seen.reference)
@@ -138,7 +140,8 @@ class ObservationRun(TableRun):
             return not_declared("drawn")
         path = None if self.seen.reference is None else self._reference_path
         observe = on_ranks.drawn_weights.observe_draws
-        return tuple(run_on(self.world, observe, path, self.subject.drawn, self._unwritten_draws))
+        declared = (self.subject.drawn, self._unwritten_draws, self.subject.drawn_rows)
+        return tuple(run_on(self.world, observe, path, *declared))
 
     def _verifier_path(self) -> str:
         """Return the path of the verifier's values; record them first where a callable builds the verifier."""

@@ -76,6 +76,14 @@ def test_what_is_drawn_may_differ(check, name, evidence):
     assert verdict(check, declare(evidence, drawn=(name,))).status == "passed"
 
 
+def test_rows_that_are_not_drawn_have_to_be_equal():
+    some = declare(differ(healthy(), MIDDLE, [1]), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})
+    [finding] = verdict(VALUES, some).findings
+    assert finding.actual == "values outside the drawn rows that differ from the reference's slice"
+    assert finding.cause.startswith("these rows were drawn as well")
+    assert verdict(VALUES, declare(healthy(), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})).status == "passed"
+
+
 def test_drawn_values_have_to_be_finite():
     for value in (math.inf, math.nan):
         infinite = differ(healthy(), MIDDLE, [1], measure=replace(measured(12), actual=value))

@@ -137,6 +137,14 @@ def test_declared_fields_are_recorded(tmp_path):
         ({"frozen": [1]}, "frozen=...): 1 should be a name or a pattern such as 'layers.*.weight'"),
         ({"frozen": {"a": None}}, "frozen=...): None should be a name or a pattern such as 'layers.*.weight'"),
         ({"frozen": ""}, "frozen=...): '' should be a name or a pattern such as 'layers.*.weight'"),
+        *(
+            (
+                {"drawn": {"a": rows}},
+                f"drawn=...): {type(rows).__name__} '{rows}' should be the slice of the rows that are drawn, without a "
+                "step, such as slice(56, None)",
+            )
+            for rows in (56, slice(0, 8, 2), slice(0.5, None))
+        ),
         ({"drawn": 3}, "drawn=...): int '3' should be a name, a pattern, or a list of them"),
         ({"on_some_ranks": [""]}, "on_some_ranks=...): '' should be a name or a pattern such as 'layers.*.weight'"),
         ({"loss_over_ranks": "max"}, "loss_over_ranks=...): invalid value 'max' (choose mean, sum or same)"),
@@ -416,6 +424,12 @@ def test_drawn_and_summed_are_resolved():
     facts = resolve(drawn=["*.norm.weight", "rotary.*"], loss_over_ranks="sum")
     assert facts.drawn == ("layers.0.norm.weight", "layers.1.norm.weight", "rotary.inv_freq")
     assert facts.loss_over_ranks == "sum"
+
+
+def test_of_drawn_rows_the_first_pattern_applies():
+    facts = resolve(drawn={"layers.0.norm.weight": slice(-2, None), "*.norm.weight": slice(3)})
+    assert facts.drawn == ("layers.0.norm.weight", "layers.1.norm.weight")
+    assert facts.drawn_rows == {"layers.0.norm.weight": (-2, None), "layers.1.norm.weight": (None, 3)}
 
 
 def test_where_names_are_on_some_ranks_a_pattern_may_match_on_another_rank():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
@@ -37,6 +38,23 @@ def compared(tmp_path):
         return compare("a", own_part(actual), Record(tmp_path / "values.safetensors"), "a")
 
     return compare_with
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_drawn_rows_are_not_compared(tmp_path, flat):
+    write_record(tmp_path / "values.safetensors", [("a", torch.zeros(4, 2))])
+    record = Record(tmp_path / "values.safetensors")
+
+    def compare_rows(values: list[float], start: int | None, stop: int | None) -> Comparison:
+        local = torch.tensor(values)  # the last three rows
+        part = Part.run(local, (4, 2), start=2) if flat else Part.block(local.view(3, 2), (4, 2), start=(1, 0))
+        return compare("a", part, record, "a", measuring=True, drawn=(start, stop))
+
+    drawn = compare_rows([0.0, 0.0, 1.0, NAN, 2.0, 3.0], 2, None)
+    assert (drawn.equal, math.isfinite(drawn.measure.actual)) == (True, False)
+    wrong = compare_rows([0.0, 5.0, 1.0, 1.0, 2.0, 3.0], -2, None)
+    assert (wrong.equal, wrong.differing, wrong.index, wrong.actual) == (False, 1, (1, 1), 5.0)
+    assert compare_rows([0.0, 0.0, 1.0, 1.0, 2.0, 3.0], None, 3).differing == 2
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ class RoundingTwice(AdamW):
             own(parameter).copy_(rounded_by_chance(own(parameter).float()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "unmoved"),
     # By chance, 0.1 elements of each norm's weight move in three steps.

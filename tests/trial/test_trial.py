@@ -80,7 +80,7 @@ def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, 
     [
         ("no labels", True, "error"),
         ("no labels", False, "error"),
-        ("element 0 of tensors does not require grad", False, "skipped"),
+        pytest.param("element 0 of tensors does not require grad", False, "skipped", marks=pytest.mark.slow),
     ],
     ids=["the reference raises", "the ranks raise", "it follows from the finding"],
 )

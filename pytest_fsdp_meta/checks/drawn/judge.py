@@ -141,7 +141,7 @@ def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
 
     Parts of different sizes are compared by their first elements; the second value says whether they were.
     """
-    uneven = len({part.facts.local_shape for part in parts}) > 1
+    uneven = len({(part.facts.local_shape, part.draw.own.elements) for part in parts}) > 1
     keys = [part.draw.own.head if uneven else part.facts.digest for part in parts]
     varied = [part for part, key in zip(parts, keys, strict=True) if key and part.draw.own.distinct > 1]
     groups = ranks_by((i, part.draw.own.head if uneven else part.facts.digest) for i, part in enumerate(varied))

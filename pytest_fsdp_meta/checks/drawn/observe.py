@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.checks.drawn.facts import DrawnTensor, RankDraws, Spread
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.values.observe import comparable, read_part
+from pytest_fsdp_meta.checks.values.observe import Rows, comparable, drawn_places, read_part
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
@@ -26,10 +26,13 @@ HEAD = 16
 """The elements that begin a part. torch computes the last 16 of a normal draw from other random numbers."""
 
 
-def observe_draws(path: str | None, names: Collection[str], unwritten: Collection[str]) -> RankDraws:
+def observe_draws(
+    path: str | None, names: Collection[str], unwritten: Collection[str], rows: Mapping[str, Rows]
+) -> RankDraws:
     """Describe this rank's parts of the tensors ``names``, beside the reference's own values in the record ``path``.
 
-    Without a reference, the path is None. The reference does not write the ``unwritten`` tensors itself.
+    Without a reference, the path is None. The reference does not write the ``unwritten`` tensors itself. Only these
+    ``rows``, where given, were drawn.
     """
     doing("describing what was drawn")
     rank = current()
@@ -44,6 +47,11 @@ def observe_draws(path: str | None, names: Collection[str], unwritten: Collectio
             continue
         own = local_part(part.local).detach()
         theirs = _of_reference(part, own, record, name) if record is not None and name not in unwritten else None
+        if name in rows:
+            inside = drawn_places(part, rows[name])
+            own, theirs = own.cpu()[inside], None if theirs is None else theirs[inside]
+            if not own.numel():
+                continue
         found.append(DrawnTensor(name, spread_of(own), None if theirs is None else spread_of(theirs)))
     draws: DTensorDraws | None = rank.state.get("draws")
     return RankDraws(tuple(found), by_dtensor=draws is not None and draws.seen)

@@ -118,6 +118,7 @@ def _compared(view: View) -> dict[tuple[str, int], bool]:
     A NaN that the reference has as well is a value and not poison, unless the reference never writes the tensor.
     """
     unwritten = set(view.evidence.reference.uninitialised) if view.evidence.reference else set()
+    unwritten.update(view.evidence.subject.drawn_rows)  # equal in the other rows only
     return {
         (comparison.name, rank): comparison.equal and comparison.name not in unwritten
         for rank, comparisons in enumerate(view.evidence.values or ())

@@ -294,10 +294,13 @@ def _differences(
     without_values = {finding.tensor for finding in on_meta}
     unusable = _unusable(view, source)
     unstable: list[str] = []
-    found = view.comparisons(comparisons, names)
-    drawn = {name: found.pop(name, []) for name in names if name in view.evidence.subject.drawn}
+    found, subject = view.comparisons(comparisons, names), view.evidence.subject
+    drawn = {name: found.get(name, []) for name in names if name in subject.drawn}
     for name, pairs in drawn.items():
-        yield from _not_finite(name, pairs)
+        infinite = list(_not_finite(name, pairs))
+        yield from infinite
+        if infinite or name not in subject.drawn_rows:
+            found.pop(name, None)
     swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
     for name, pairs in found.items():
         original = renamed.get(name, name)
@@ -358,14 +361,21 @@ def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mappi
             detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
+            kept = name in view.evidence.subject.drawn_rows
             explanation = SWAPPED if other else explain_pattern(tensor, cases, comparable)
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
-            yield Finding(name, ranks, f"values that differ from {compared_with}", "", detail, **explanation)
+            actual = f"values{' outside the drawn rows' * kept} that differ from {compared_with}"
+            yield Finding(name, ranks, actual, "", detail, **(_NOT_KEPT if kept and not other else explanation))
 
 
 _ABSENT: Explanation = {
     "cause": "it was not created or not materialised, so nothing was loaded into it",
     "remedy": "select names_match_reference, no_meta_params and no_meta_buffers as well, which say more",
+}
+_NOT_KEPT: Explanation = {
+    "cause": "these rows were drawn as well: the tensor was resized after the old rows were lost, or drawn as a whole",
+    "remedy": "copy the old rows from the checkpoint into the resized tensor and draw only the others; or declare the "
+    "rows that are drawn: Subject(drawn={name: slice})",
 }
 _DRAWN_WRONG: Explanation = {
     "cause": "it was drawn from a distribution with wrong limits, or scaled by a size that is zero on this rank or on "

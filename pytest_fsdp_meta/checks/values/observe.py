@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,17 +27,24 @@ SLICE = 2**15
 """Elements that are computed at a time: float64 copies of so many fit into a core's cache, and malloc keeps them."""
 
 
-def observe_values(path: str, names: Mapping[str, str] | None = None) -> tuple[Comparison, ...]:
+Rows: TypeAlias = tuple[int | None, int | None]
+"""Start and stop of a slice of a tensor's rows."""
+
+
+def observe_values(
+    path: str, names: Mapping[str, str] | None = None, drawn: Mapping[str, Rows] = MappingProxyType({})
+) -> tuple[Comparison, ...]:
     """Compare this rank's subject with the record or checkpoint at ``path``.
 
-    ``names``, where given, limits the comparison to these tensors and maps each to its name at ``path``.
+    ``names``, where given, limits the comparison to these tensors and maps each to its name at ``path``. The ``drawn``
+    rows may have any values.
     """
     doing("comparing values")
     model = loaded_subject(current()).model
     parts = parts_of(model)
     tensors = ((n, parts.of(n, tensor)) for n, _, tensor in named_tensors(model) if names is None or n in names)
     label = "the reference" if names is None else "the verifier"
-    return compare_all(tensors, Record(path, label), names)
+    return compare_all(tensors, Record(path, label), names, drawn)
 
 
 def record_own_values(names: Sequence[str], folder: str) -> dict[str, PartFacts]:
@@ -53,21 +62,26 @@ def own_values_of(rank: int, folder: str) -> Path:
 
 
 def compare_all(
-    parts: Iterable[tuple[str, Part]], reference: Record, names: Mapping[str, str] | None = None
+    parts: Iterable[tuple[str, Part]],
+    reference: Record,
+    names: Mapping[str, str] | None = None,
+    drawn: Mapping[str, Rows] = MappingProxyType({}),
 ) -> tuple[Comparison, ...]:
     """Compare this rank's part of each tensor that the reference has; ``names`` maps to the names in the reference."""
     comparisons = []
     for name, part in parts:
         recorded = name if names is None else names[name]
         if recorded in reference and not part.local.is_meta:
-            comparisons.append(compare(name, part, reference, recorded, measuring=True))
+            comparisons.append(compare(name, part, reference, recorded, measuring=True, drawn=drawn.get(name)))
     return tuple(comparisons)
 
 
-def compare(name: str, part: Part, reference: Record, recorded: str, measuring: bool = False) -> Comparison:
+def compare(
+    name: str, part: Part, reference: Record, recorded: str, measuring: bool = False, drawn: Rows | None = None
+) -> Comparison:
     """Compare a part of a tensor with the same part of the tensor ``recorded`` in the reference.
 
-    If ``measuring``, a comparison that differs has a ``measure``.
+    If ``measuring``, a comparison that differs has a ``measure``; that of ``drawn`` rows says whether they are finite.
     """
     actual = local_part(part.local)
     expected_shape = reference.shape(recorded)
@@ -82,7 +96,22 @@ def compare(name: str, part: Part, reference: Record, recorded: str, measuring: 
         )
     if not actual.numel():
         return Comparison(name, True)
-    return _compare(name, actual, read_part(part, reference, recorded), part, measuring)
+    expected = read_part(part, reference, recorded)
+    found = _compare(name, actual, expected, part, measuring)
+    if drawn is None or found.equal:
+        return found
+    mask = drawn_places(part, drawn).view(-1, *[1] * (actual.ndim - 1))
+    kept = _compare(name, actual, torch.where(mask, actual.cpu(), expected.to(actual.dtype)), part, measuring)
+    return replace(kept, cast=found.cast, measure=kept.measure or found.measure)
+
+
+def drawn_places(part: Part, rows: Rows) -> Tensor:
+    """Return a mask of the part's rows, or of the elements of a flat part, that are in these rows of the tensor."""
+    places = torch.cat([torch.arange(start, stop) for start, stop in part.regions[0]])
+    if part.flat:
+        places //= math.prod(part.shape[1:])
+    first, last, _ = slice(*rows).indices(part.shape[0])
+    return (places >= first) & (places < last)
 
 
 def compare_gradients(parts: Iterable[tuple[str, Part]], reference: Record) -> tuple[Comparison, ...]:
