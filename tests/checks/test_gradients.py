@@ -99,6 +99,27 @@ def test_one_odd_rank():
     found = verdict(PARITY, remeasured(healthy(4), MIDDLE, apart=1.0, ranks=[2]))
     assert [(f.ranks, f.actual) for f in found.findings] == [((2,), "gradient differs from the reference's")]
     assert found.findings[0].detail.endswith("0.75 at [0, 0] on rank 2, but should be 0.5")
+    assert found.findings[0].cause.startswith("something changes the gradient on these ranks only, after its reduction")
+    assert not cause_of(remeasured(healthy(4), MIDDLE, apart=1.0)).startswith("something changes")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        ([MIDDLE], f"the norm is that of all gradients but those of {MIDDLE}"),
+        (
+            [EMBEDDING, HEAD],
+            "the norm is that of all gradients but those of the parameters outside of the numbered blo",
+        ),
+        ([EMBEDDING, MIDDLE], "all ranks agree on a norm that is too small: gradients are left out of the sum"),
+    ],
+)
+def test_gradients_that_a_norm_leaves_out_are_named(left_out, said):
+    sizes = {name: healthy().reference.inventory.by_name[name].numel for name in healthy().reference.gradients}
+    norm = math.sqrt(sum(size for name, size in sizes.items() if name not in left_out))
+    whole = with_reference(healthy(), norm=math.sqrt(sum(sizes.values())))
+    (finding,) = verdict(NORM, on_runs(whole, None, norm=norm)).findings
+    assert finding.cause.startswith(said)
 
 
 def test_a_gradient_that_is_slightly_off():

@@ -15,11 +15,13 @@ from tests.checks.evidence_factory import (
     MIDDLE,
     ROTARY,
     add,
+    buffer,
     change,
     change_reference,
     declare,
     differ,
     drop,
+    equal,
     findings_of,
     from_checkpoint,
     healthy,
@@ -245,8 +247,24 @@ def test_buffers_may_be_right_in_part_by_chance():
     evidence = change(healthy(), ROTARY, shape=shape, local_shape=shape, regions=(((0, 8),), ((0, 4),)))
     evidence = differ(change_reference(evidence, ROTARY, shape=shape), ROTARY, differing=1)
     assert [finding.cause for finding in verdict(BUFFERS, evidence).findings] == [
-        "the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype"
+        "the buffer was computed from other settings than the reference's or in another dtype, or was overwritten"
     ]
+
+
+def test_tables_of_a_rotary_embedding_have_the_cause_of_its_frequencies():
+    table, other = buffer("rotary.cos_cached", (4, 4)), buffer("mask.cos_cached", (4, 4))
+    evidence = add(add(healthy(), table), other)
+    inventory = evidence.reference.inventory
+    evidence = with_reference(evidence, inventory=replace(inventory, tensors=(*inventory.tensors, table, other)))
+    evidence = replace(evidence, values=tuple((*rank, equal(table), equal(other)) for rank in evidence.values))
+    for name in (table.name, other.name):
+        evidence = differ(evidence, name)
+    found = verdict(BUFFERS, differ(evidence, ROTARY, rounded="bfloat16", varied=True)).findings
+    assert {finding.tensor for finding in found if finding.cause == "it was rounded through bfloat16"} == {
+        ROTARY,
+        table.name,
+    }
+    assert len(found) == 3
 
 
 def test_one_differing_rank():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
@@ -206,8 +208,8 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
     promise="every buffer, persistent or not, equals the reference's buffer on every rank",
     after=[*BASIC, "replicas_equal"],
     why="Wrong rotary frequencies or masks still give a finite loss.",
-    cause="the buffer was not recomputed after to_empty(), or was computed from other settings or in another dtype",
-    remedy="recompute buffers on every rank from the config, in the reference's dtype",
+    cause="the buffer was computed from other settings than the reference's or in another dtype, or was overwritten",
+    remedy="compute it on every rank as the module's __init__ does, from the reference's config and in its dtype",
     references=[
         "huggingface/transformers#45902",
         "huggingface/transformers#48892",
@@ -219,7 +221,7 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
 def buffers_equal_reference(view: View) -> Iterable[Finding]:
     names = view.names("buffer", but=frozen_names(view))
     yield from _missing(view, "buffer")
-    yield from _differences(view, names, view.evidence.values)
+    yield from _explained_by_frequencies(list(_differences(view, names, view.evidence.values)))
     if not view.reference.complete:
         known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
         transient = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.persistent}
@@ -229,6 +231,19 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
                 f"a checkpoint does not contain non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
                 "their values cannot be compared; declare Subject(reference=<callable>)"
             )
+
+
+def _explained_by_frequencies(found: Sequence[Finding]) -> Iterator[Finding]:
+    """Give the tables of a rotary embedding the cause of its frequencies, from which they are computed."""
+    sources = {_module_of(finding): finding for finding in found if str(finding.tensor).endswith("inv_freq")}
+    for finding in found:
+        source = sources.get(_module_of(finding), finding)
+        is_table = re.search(r"(^|_)(cos|sin)(_|$)", str(finding.tensor).rpartition(".")[2])
+        yield replace(finding, cause=source.cause, remedy=source.remedy) if is_table else finding
+
+
+def _module_of(finding: Finding) -> str:
+    return str(finding.tensor).rpartition(".")[0]
 
 
 @values_check(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.families import checkpoint_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
@@ -121,16 +121,23 @@ _WRAPPED: Explanation = {
 }
 
 
+_CHANGED = either(
+    "",
+    "saving casts or changes it, or save() returned before it had copied the values and training changed them",
+    "saving writes one rank's shards only, or each rank's under one name",
+    "save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly; wait "
+    "for an asynchronous save before the next step",
+)
+
+
 @checkpoint_check(
     promise="saving and loading into a fresh model restores every tensor bit for bit, including empty parameters and "
     "_extra_state",
     needs=["inventory", "saved", "restored"],
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
-    cause="saving leaves it out, renames or casts it or writes one rank's shards only, or loading skips it: a filter "
-    "of names, strict=False, copies that are not written back; or save() returned before it copied the values (an "
-    "asynchronous save), and training changed them",
-    remedy="save and load with torch.distributed.checkpoint, get_model_state_dict and set_model_state_dict, strictly",
+    cause=_CHANGED["cause"],
+    remedy=_CHANGED["remedy"],
     references=["NVIDIA/TransformerEngine#2713", "NVIDIA/TransformerEngine#1860"],
 )
 def dcp_round_trip(view: View) -> Iterable[Finding]:
@@ -170,7 +177,7 @@ def _not_restored(
         if untouched:
             yield Finding(name, untouched, "not restored: loading does not change it", SAVED, **_UNTOUCHED)
         if others := tuple(rank for rank in ranks if rank not in untouched):
-            yield Finding(name, others, "different values after loading", SAVED)
+            yield Finding(name, others, "different values after loading", SAVED, **_CHANGED)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
         ranks = _changed_on(key, [rank.extra for rank in before], [rank.extra for rank in after])
         if ranks:

@@ -6,6 +6,8 @@ function does are right in any case: on one device a function may miss what it c
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,6 +34,8 @@ EPSILON = 2e-6
 """torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by, others add nothing."""
 LEAST = 1e-11
 """A smaller difference of norms is rounding, if all gradients are zero but for rounding."""
+SAME_SQUARES = 1e-3
+"""Relative: sums of squared gradients that differ by less are the same."""
 SCALING = 1e-3
 """Relative; a factor that clipping above the norm applies is displayed as whole within this."""
 HALF = "half as large as before"
@@ -83,7 +87,31 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
         should_be += ", as the same function returns on one device"
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
         explanation = _WRONG_NORM[float(norm) > expected] if len(ranks) == len(runs) > 1 else NORM
+        if len(ranks) == len(runs) and (left_out := _left_out_of(view, float(norm), expected)):
+            explanation = {
+                "cause": f"the norm is that of all gradients but those of {left_out}",
+                "remedy": "sum the squares of all gradients that the optimizer uses, those of unsharded parameters and "
+                "of the root as well",
+            }
         yield Finding(None, ranks, f"gradient norm {norm}", should_be, **_with_problem(view, explanation))
+
+
+def _left_out_of(view: View, norm: float, expected: float) -> str:
+    """Return the gradients without which the reference's norm is ``norm``, if one kind of parameters explains it."""
+    known = view.reference_inventory.by_name
+    squares = {name: size**2 * known[name].numel for name, size in view.reference.gradients.items() if name in known}
+    kinds = {name: [name] for name in squares}
+    kinds["the vectors"] = [name for name in squares if len(known[name].shape) == 1]
+    kinds["the parameters outside of the numbered blocks"] = [
+        name for name in squares if not re.search(r"\.\d+\.", name)
+    ]
+    missing = expected**2 - norm**2
+    fitting = [
+        kind
+        for kind, names in kinds.items()
+        if missing > 0 and math.isclose(math.fsum(squares[name] for name in names), missing, rel_tol=SAME_SQUARES)
+    ]
+    return fitting[0] if len(fitting) == 1 else ""
 
 
 def _compare_norms(

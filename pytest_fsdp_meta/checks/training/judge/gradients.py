@@ -254,6 +254,9 @@ def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
         return uneven
     by_step = "train_step" in view.evidence.subject.declared
     explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
+    holders = [rank for rank, tensor in view.holders(name) if tensor.numel]
+    if explanation is _DIFFERENT and len(cases) < len(holders):
+        explanation = _ON_SOME_RANKS
     if _tied_only_here(view, name):
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
@@ -300,6 +303,11 @@ _DIFFERENT = either(
     "the gradient is reduced over too few ranks, or counts some rows twice",
     "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
 )
+_ON_SOME_RANKS: Explanation = {
+    "cause": "something changes the gradient on these ranks only, after its reduction: a hook, code that depends on "
+    "the rank, or a reduction that leaves these ranks out",
+    "remedy": "look for hooks and for conditions on the rank between backward and the step",
+}
 _BY_STEP = either(
     "",
     "train_step scales or clips it otherwise than one backward of the mean loss over the whole batch and one clipping",

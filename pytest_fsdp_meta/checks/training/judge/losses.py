@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import RankTraining, splits_model
+from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import sequence_places
 from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -147,7 +147,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        return uneven or explain_hooks_left_out(view) or add_precision(view, _STATE_BETWEEN_STEPS)
+        other = _explain_other_divisor(view, first, allowed) or add_precision(view, _STATE_BETWEEN_STEPS)
+        return uneven or explain_hooks_left_out(view) or other
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared
@@ -197,6 +198,20 @@ _STATE_BETWEEN_STEPS: Explanation = {
     "steps, such as a buffer or a cache that the forward updates on each rank separately",
     "remedy": "compare the state that the forward keeps between steps with the reference's",
 }
+
+
+def _explain_other_divisor(view: View, step: int, allowed: float) -> Explanation:
+    """Explain the first wrong loss, after right ones, if it is a whole multiple or fraction of the reference's."""
+    expected = (view.reference.losses or ())[step]
+    factor = whole(global_losses(view.evidence)[step] / expected, allowed) if expected else ""
+    if not factor:
+        return {}
+    times = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
+    return {
+        "cause": f"the losses before it are right, and that of step {step} is {times} the reference's: it is divided "
+        "by a fixed number, such as the micro-batches of a whole window, where this step has another one",
+        "remedy": "divide by what the step really has: the last window of an epoch may have fewer micro-batches",
+    }
 
 
 def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) -> Explanation:
@@ -270,15 +285,18 @@ def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
 
 
 def _split_causes(view: View) -> str:
-    """Return more possible causes if a mesh dimension splits the model, else ""."""
+    """Return one more possible cause if a mesh dimension splits the model or the sequence, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
     sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
-    if not any(size > 1 and splits_model(dim) for dim, size in sizes):
-        return ""
-    return (
-        "; or a tensor-parallel plan shards a fused weight (qkv) without regard to its parts, or adds a bias once per "
-        "rank"
-    )
+    wide = [dim for dim, size in sizes if dim is not None and size > 1]
+    if any(splits_model(dim) for dim in wide):
+        return (
+            "; or a tensor-parallel plan shards a fused weight (qkv) without regard to its parts, or adds a bias once "
+            "per rank"
+        )
+    if any(splits_sequence(dim) for dim in wide):
+        return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
+    return ""
 
 
 def _weighting_by_labels_explains(view: View, runs: Sequence[RankTraining], allowed: float) -> bool:
