@@ -41,6 +41,16 @@ def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, expected)
         assert verdict(PARITY, evidence).findings[0].cause.startswith("nothing updates it")
 
 
+@pytest.mark.parametrize(
+    ("moved", "shares"), [(45, ["1.1%"]), (4100, []), (0, [])], ids=["rounded away", "follows", "updated less often"]
+)
+def test_an_average_that_stands_still_while_the_parameters_move(moved, shares):
+    found = verdict(PARITY, on_runs(HEALTHY, None, followed={"ema: bfloat16": (moved, 4139)}))
+    actual = [f"moves in {share} of the elements in which the parameters move" for share in shares]
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [("ema", (0, 1), text) for text in actual]
+    assert all(f.cause.startswith("it is kept in bfloat16") for f in found.findings)
+
+
 def test_a_counter_is_compared_exactly():
     counter = Comparison("ema.n_averaged", False, elements=1, differing=1, expected=3.0, actual=6.0)
     counted = on_runs(HEALTHY, None, beside=(counter,))
@@ -67,6 +77,11 @@ def test_what_is_not_compared_with_the_reference(beside, reason):
     found = verdict(PARITY, on_runs(HEALTHY, None, beside=beside))
     assert found.status == "skipped"
     assert reason in found.reason
+
+
+def test_what_is_rounded_away_altogether_may_be_updated_less_often():
+    still = on_runs(HEALTHY, None, beside=(STILL,), followed={"ema: bfloat16": (0, 4139)})
+    assert verdict(PARITY, still).reason.endswith("neither here nor in the reference; ema is kept in bfloat16")
 
 
 @pytest.mark.parametrize(("distance", "status"), [(0.5, "passed"), (0.01, "failed")])

@@ -360,6 +360,20 @@ def test_an_optimizer_that_is_not_restored(evidence, finding):
     assert findings_of(verdict(OPTIMIZER, evidence)) == [finding]
 
 
+def test_a_copy_in_float32_that_is_rebuilt_from_its_parameter():
+    entry = f"{MIDDLE}: master"
+    evidence = again(resumed(healthy(), layers__0__weight={"master": "b"}), "continued", copies={entry: True})
+    evidence = again(evidence, "continued", state={**evidence.continued[0].state, MIDDLE: {"master": "a"}})
+    found = verdict(OPTIMIZER, again(evidence, "resumed", copies={entry: False}))
+    actual = "master rounded to the dtype of the parameter after loading"
+    assert findings_of(found) == [(MIDDLE, (0, 1), actual, "as saved", "")]
+    # A copy that was never more than its parameter, or still is, has lost nothing.
+    whole = again(again(healthy(), "continued", copies={entry: False}), "resumed", copies={entry: False})
+    assert verdict(OPTIMIZER, whole).status == "passed"
+    kept = again(again(healthy(), "continued", copies={entry: True}), "resumed", copies={entry: True})
+    assert verdict(OPTIMIZER, kept).status == "passed"
+
+
 def test_an_optimizer_without_any_loaded_state():
     names = {name.replace(".", "__"): None for name in healthy().continued[0].state}
     found = verdict(OPTIMIZER, resumed(healthy(), **names)).findings

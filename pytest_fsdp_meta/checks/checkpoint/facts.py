@@ -75,6 +75,9 @@ class RankResumed:
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
     plain: tuple[str, ...] = ()
     """The entries of ``beside`` that are not DTensors."""
+    copies: Mapping[str, bool] = field(default_factory=dict)
+    """Copies of low-precision parameters that the optimizer keeps in float32, by "<parameter>: <key>", and whether they
+    have what rounding takes from the parameter."""
     generators: Mapping[str, RandomState] = field(default_factory=dict)
     """Torch's default generators while the author's save() or resume() runs, by device type."""
 

@@ -47,7 +47,7 @@ both runs, nearly bit for bit."""
 )
 def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    if not any(run.state for run in before):
+    if not any(run.state or run.copies for run in before):
         raise NotJudged("the optimizer keeps no state; declare Subject(optimizer=...) with one that does")
     skipped = set(diverging_names(view, [run.model for run in before]))
     names = dict.fromkeys(name for run in (*before, *after) for name in run.state)
@@ -62,6 +62,18 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
     yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
+    copies = dict.fromkeys(entry for run in before for entry in run.copies)
+    for entry in copies:
+        name, key = entry.rsplit(": ", 1)
+        if (ranks := tuple(rank for rank, pair in pairs if _is_rebuilt(entry, *pair))) and view.judgeable(name):
+            yield Finding(
+                name, ranks, f"{key} rounded to the dtype of the parameter after loading", "as saved", **_REBUILT
+            )
+
+
+def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
+    """Return whether a copy of a parameter in float32 had more than the parameter, and now has the same."""
+    return before.copies.get(entry, False) and not after.copies.get(entry, True)
 
 
 def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool) -> Explanation:
@@ -99,7 +111,8 @@ def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Itera
         if loaded is not None:
             yield Mismatch(f"optimizer state ({', '.join(loaded)}) after loading", _NOT_SAVED)
     else:
-        yield from _compare_values(saved, loaded)
+        rebuilt = {key for key in saved if _is_rebuilt(f"{name}: {key}", before, after)}
+        yield from _compare_values(*({key: own[key] for key in own if key not in rebuilt} for own in (saved, loaded)))
 
 
 def _compare_values(saved: Mapping[str, str], loaded: Mapping[str, str]) -> Iterator[Mismatch]:

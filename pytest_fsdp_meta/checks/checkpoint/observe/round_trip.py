@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankSaved
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
-from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched, overwrite
+from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
+from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched, overwrite, with_changes
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
@@ -44,9 +45,6 @@ from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
-
-ROUNDING = 4
-"""Units in the last place of the largest element by which save() may change a tensor: there and back, each rounded."""
 
 # Observers of the model alone.
 
@@ -170,38 +168,17 @@ def _save(
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
-        before = {name: local_part(part.local).clone() for name, part in persistent_parts(subject.model).items()}
+        before = {name: local.clone() for name, local in _persistent_locals(subject.model).items()}
         call_author("save", subject, optimizer, folder, beside)
-        return _with_changes(held, before, subject.model)
+        reshard(subject.model)
+        parameters = {name for name, kind, _ in named_tensors(subject.model) if kind == "parameter"}
+        return with_changes(held, before, _persistent_locals(subject.model), parameters)
     states = _torch_states(subject.model, optimizer)
     # The trial deletes it soon, so it does not have to survive a crash of the machine: do not wait for the disk.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     with calling_torch("torch.distributed.checkpoint.save", "save"):
         dcp.save(states if beside is None else {**states, **beside.states()}, storage_writer=writer)
     return held
-
-
-def _with_changes(held: RankSaved, before: Mapping[str, Tensor], model: Module) -> RankSaved:
-    """Add what save() changed. An optimizer may average the weights to save them, and then take that back."""
-    reshard(model)
-    now = {name: local_part(part.local) for name, part in persistent_parts(model).items() if name in before}
-    digests = {name: digest(local) for name, local in now.items()}
-    changed = [name for name, found in digests.items() if found != held.tensors[name]]
-    rounded = tuple(name for name in changed if _is_rounding(before[name], now[name]))
-    parameters = {name for name, kind, _ in named_tensors(model) if kind == "parameter"}
-    return replace(
-        held,
-        tensors={**held.tensors, **{name: digests[name] for name in rounded}},
-        moved=tuple(name for name in changed if name in parameters and name not in rounded),
-        rounded=rounded,
-    )
-
-
-def _is_rounding(before: Tensor, after: Tensor) -> bool:
-    if not after.is_floating_point() or (before.dtype, before.shape) != (after.dtype, after.shape):
-        return False
-    apart, largest = (after.double() - before.double()).abs().max(), before.double().abs().max()
-    return bool(apart <= ROUNDING * torch.finfo(after.dtype).eps * largest)
 
 
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
@@ -331,7 +308,7 @@ def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool 
 
 def _describe_model(subject: Subject) -> RankSaved:
     model = subject.model
-    tensors = {name: digest(local_part(part.local)) for name, part in persistent_parts(model).items()}
+    tensors = {name: digest(local) for name, local in _persistent_locals(model).items()}
     if subject.save is not None:
         return RankSaved(tensors)
     state = get_model_state_dict(model)
@@ -341,8 +318,7 @@ def _describe_model(subject: Subject) -> RankSaved:
 
 def _describe_loaded_model(subject: Subject) -> RankSaved:
     """Describe the model, with the tensors that still hold what ``_overwrite`` wrote."""
-    parts = {name: local_part(part.local) for name, part in persistent_parts(subject.model).items()}
-    untouched = tuple(name for name, local in parts.items() if is_untouched(local))
+    untouched = tuple(name for name, local in _persistent_locals(subject.model).items() if is_untouched(local))
     return replace(_describe_model(subject), untouched=untouched)
 
 
@@ -369,6 +345,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         beside=beside.fingerprints(),
         rounded=beside.rounded(subject.model),
         plain=beside.plain(),
+        copies=float_copies(subject.model, optimizer, beside),
     )
 
 
@@ -399,6 +376,10 @@ def persistent_parts(model: Module) -> dict[str, Part]:
     parts = parts_of(model)
     named = {name: parts.of(name, tensor) for name, tensor in _persistent(model).items()}
     return {name: part for name, part in named.items() if is_array(part.local)}
+
+
+def _persistent_locals(model: Module) -> dict[str, Tensor]:
+    return {name: local_part(part.local) for name, part in persistent_parts(model).items()}
 
 
 def _left_out(model: Module, keys: Collection[str]) -> tuple[str, ...]:

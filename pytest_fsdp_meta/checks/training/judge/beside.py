@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from pytest_fsdp_meta.checks.training.facts import RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
 from pytest_fsdp_meta.judging.families import training_check
@@ -50,9 +51,13 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if found:
         require_no_other_cause(view, f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})")
         yield from found
+    yield from _rounded_away(runs)
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
     if not moved:
-        raise NotJudged("nothing that is kept beside the model moves in these steps, neither here nor in the reference")
+        low = "".join(f"; {entry.replace(': ', ' is kept in ')}" for entry in _followed(runs))
+        raise NotJudged(
+            f"nothing that is kept beside the model moves in these steps, neither here nor in the reference{low}"
+        )
     if untrained:
         raise PartlyJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
     unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]
@@ -83,6 +88,30 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
     yield from view.findings_for(name, counted)
 
 
+def _followed(runs: Sequence[RankTraining]) -> dict[str, tuple[int, int]]:
+    """Return ``RankTraining.followed`` of all ranks together."""
+    entries = dict.fromkeys(entry for run in runs for entry in run.followed)
+    counts = {entry: [run.followed[entry] for run in runs if entry in run.followed] for entry in entries}
+    return {entry: (sum(own[0] for own in found), sum(own[1] for own in found)) for entry, found in counts.items()}
+
+
+def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report what stands still, but for a few elements, while the parameters move.
+
+    What does not move at all may be updated less often than after each step.
+    """
+    for entry, (moved, due) in _followed(runs).items():
+        if 0 < moved < FOLLOWED * due:
+            name, dtype = entry.split(": ")
+            actual = f"moves in {100 * moved / due:.2g}% of the elements in which the parameters move"
+            ranks = tuple(rank for rank, run in enumerate(runs) if entry in run.followed)
+            cause = f"it is kept in {dtype}, in which a small part of a small difference is rounded away"
+            yield Finding(name, ranks, actual, "moved in most of them", cause=cause, remedy=_KEEP_FLOAT)
+
+
+FOLLOWED = 0.1
+"""Share of the elements that move in the parameters: an average of which fewer move stands still."""
+_KEEP_FLOAT = "keep it in float32, and cast it where it is evaluated or exported"
 _HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
 
 

@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
-from pytest_fsdp_meta.checks.values.observe import comparable, compare_measured, length, measure, read_part, whole_index
+from pytest_fsdp_meta.checks.values.observe import (
+    comparable,
+    compare_measured,
+    differing,
+    length,
+    measure,
+    read_part,
+    whole_index,
+)
 from pytest_fsdp_meta.evidence import Comparison, Measure, Movement
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -231,6 +239,24 @@ def compare_beside(
     if "updated_beside" not in records:
         return ()
     return _compare_moved(beside.tensors(), before, records["beside"], records["updated_beside"])
+
+
+def count_followed(
+    beside: Beside, kept: Mapping[str, Tensor], model: Module, before: Mapping[str, Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Return ``RankTraining.followed``; ``kept`` and ``before`` are the copies that were made before the training."""
+    found: dict[str, tuple[int, int]] = {}
+    low = [(name, part.local) for name, part in beside.tensors() if name in kept and is_low(part.local.dtype)]
+    parameters = copy_shards(model) if low else {}
+    for name, local in low:
+        owner = max((own for own in parameters if name.endswith(f".{own}")), key=len, default="")
+        if owner and parameters[owner].shape == kept[name].shape:
+            entry = f"{name.partition('.')[0]}: {str(local.dtype).removeprefix('torch.')}"
+            pairs = ((local_part(local).cpu(), kept[name]), (parameters[owner], before[owner]))
+            moved, due = (int(differing(comparable(new), comparable(old)).sum()) for new, old in pairs)
+            counted = found.get(entry, (0, 0))
+            found[entry] = counted[0] + moved, counted[1] + due
+    return found
 
 
 def _compare_moved(

@@ -33,6 +33,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     compare_beside,
     copy_beside,
     copy_shards,
+    count_followed,
     due_by_gradients,
     due_by_reference,
     gradient_noise,
@@ -91,6 +92,7 @@ def observe_training(
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
     averages, moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
+    followed = count_followed(beside, kept, subject.model, seen.before)
     broadcast = broadcast_buffers(subject.model)
     swallowed_updates = seen.swallowed(noise)
     seen.before.clear()  # what follows needs the memory
@@ -125,6 +127,7 @@ def observe_training(
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
+        followed=followed,
         draws_in_evaluation=seen.draws.modules,
         buffers=TrainedBuffers(
             seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
