@@ -125,7 +125,7 @@ def save_over(
     """
     try:
         run_on(world, checkpoint.train_on, steps)
-        run_on(world, checkpoint.save_all, saved)
+        run_on(world, checkpoint.save_all_over, saved)
         recorded = record_saved(world, folder)
         world.close()
         return None if recorded.problem else reshard_all(load_again(), load_again, saved, recorded)
