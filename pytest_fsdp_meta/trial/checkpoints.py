@@ -115,6 +115,24 @@ def reshard_all(world: World, load_again: Callable[[], World], saved: str, recor
         return replace(resharded, optimizer_problem=error.summary)
 
 
+def save_over(
+    world: World, load_again: Callable[[], World], steps: Sequence[int], saved: str, folder: str
+) -> Resharded | None:
+    """Train on in this smaller world, which has resumed, save in the same folder, and load that in another load.
+
+    What the larger world has saved there must not come back. Return None where saving fails: an author may refuse to
+    replace a checkpoint.
+    """
+    try:
+        run_on(world, checkpoint.train_on, steps)
+        run_on(world, checkpoint.save_all_over, saved)
+        recorded = record_saved(world, folder)
+        world.close()
+        return None if recorded.problem else reshard_all(load_again(), load_again, saved, recorded)
+    except WorldError:
+        return None
+
+
 def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:
     first = error.failures[0]
     ranks = sorted(f.rank for f in error.failures if (f.kind, f.summary) == (first.kind, first.summary))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, RankStateDict
+from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
 from tests.checks.evidence_factory import (
     CATALOGUE,
@@ -221,6 +221,28 @@ def test_a_world_of_another_size_cannot_load_the_checkpoint():
     assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
     # Parameters that differ from the reference do not explain an error.
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
+
+
+def over(evidence: Evidence, **facts: Any) -> Evidence:
+    """Let the smaller world save over the checkpoint, and load that with these facts."""
+    here = evidence.resharded
+    return replace(evidence, resharded=replace(here, saved_over=Resharded(here.mesh, **facts)))
+
+
+def test_what_the_larger_world_saved_in_the_folder_is_loaded():
+    where = "in a world of 1 that has saved over a checkpoint of a world of 2"
+    momentum = replace(OTHER, name=f"{MIDDLE}: momentum_buffer")
+    found = verdict(RESHARDS, over(healthy(), comparisons=((OTHER,),), optimizer=((momentum,),)))
+    assert findings_of(found) == [
+        (MIDDLE, (0,), f"different values {where}", "what that saved", NUMBERS),
+        (MIDDLE, (0,), f"different momentum_buffer {where}", "the saved optimizer state", NUMBERS),
+    ]
+    assert all(finding.cause.startswith("files of the larger world ") for finding in found.findings)
+    found = verdict(RESHARDS, over(healthy(), refused="ValueError: 2 files", ranks=(0,)))
+    assert findings_of(found) == [(None, (0,), f"loading the checkpoint {where} raises ValueError: 2 files", "", "")]
+    # What the smaller world loads wrongly in any case is reported once.
+    wrong = elsewhere(over(healthy(), comparisons=((OTHER,),)), OTHER)
+    assert [finding.actual for finding in verdict(RESHARDS, wrong).findings] == ["different values in a world of 1"]
 
 
 def test_an_earlier_finding_may_explain_the_load_error():

@@ -348,6 +348,59 @@ def test_an_optimizer_that_another_world_size_refuses():
     ]
 
 
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def whole_tensors(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    states = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"].items() if optimizer else ()
+    momenta = {f"momentum of {name}": state["momentum_buffer"] for name, state in states}
+    return {**get_model_state_dict(model, options=WHOLE), **momenta}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["loaded", "refused", "removed", "never saved over"])
+def test_files_that_a_larger_world_left_in_the_folder(how, size):
+    """Each rank saves its rows with the number of the first one, and resume() puts all files together."""
+
+    def save(model, optimizer, folder):
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if how == "removed" and rank == 0:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        if how == "never saved over" and any(folder.iterdir()):
+            raise FileExistsError(folder)
+        torch.distributed.barrier()
+        split = {name: value.tensor_split(ranks) for name, value in whole_tensors(model, optimizer).items()}
+        own = {name: (sum(map(len, parts[:rank])), parts[rank].clone()) for name, parts in split.items()}
+        torch.save((ranks, own), folder / f"{rank}.pt")
+        torch.distributed.barrier()
+
+    def resume(model, optimizer, folder):
+        files, whole = [torch.load(path) for path in sorted(folder.iterdir())], whole_tensors(model, optimizer)
+        if how == "refused" and len(files) != files[0][0]:
+            raise ValueError(f"{len(files)} files of {files[0][0]} ranks")
+        for _, own in files:
+            for name, (first, rows) in own.items():
+                whole[name][first : first + len(rows)] = rows
+        set_model_state_dict(model, {name: whole[name] for name in model.state_dict()}, options=WHOLE)
+        if optimizer:
+            state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+            for name, own_state in state["state"].items():
+                own_state["momentum_buffer"] = whole[f"momentum of {name}"]
+            set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
+
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, size)
+    if how in ("loaded", "refused"):
+        over = f"in a world of {size // 2} that has saved over a checkpoint of a world of {size}"
+        actual = {finding.actual.partition(" raises ")[0] for finding in found[RESHARDS].findings}
+        values = {f"different values {over}", f"different momentum_buffer {over}"}
+        assert actual == (values if how == "loaded" else {f"loading the checkpoint {over}"})
+        assert {finding.cause for finding in found.pop(RESHARDS).findings} == {
+            "files of the larger world that the smaller one does not replace stay in the folder, and are loaded"
+        }
+    assert statuses(found) == dict.fromkeys(found, "passed")
+
+
 def test_what_diverges_in_training_was_saved_by_one_of_the_ranks():
     """torch saves a tensor that is on all ranks from any of them."""
 

@@ -160,3 +160,5 @@ class Resharded:
     """Why the optimizer's state, which the checkpoint has, was not compared; or empty."""
     optimizer_refused: bool = False
     """Whether loading the optimizer raised, and not loading the model."""
+    saved_over: Resharded | None = None
+    """As this, after the smaller world has trained on and saved in the same folder, which is loaded in that world."""

@@ -6,7 +6,8 @@ Loading itself is checked as well: the same loader in a fresh world gives the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
@@ -237,9 +238,32 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
             ranks = tuple(rank for rank, _ in cases)
             detail = describe_difference(cases[0][1])
             yield Finding(name, ranks, f"different values in a world of {size}", SAVED, detail)
-    yield from _moved_state(view, resharded, f"a world of {size}")
+    moved = list(_moved_state(view, resharded, f"a world of {size}"))
+    yield from moved
+    if resharded.saved_over is not None and not moved:
+        right = {name for name, cases in wrong.items() if not cases and name in equal and name not in skipped}
+        where = f"a world of {size} that has saved over a checkpoint of a world of {view.evidence.world.size}"
+        yield from _left_by_the_larger_world(view, resharded.saved_over, where, right)
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
+
+
+def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Collection[str]) -> Iterator[Finding]:
+    """Report the ``right`` tensors, and the state, that are others once a smaller world has saved in the folder."""
+    if over.refused:
+        yield Finding(None, over.ranks, f"loading the checkpoint in {where} raises {over.refused}", "", **_LEFT)
+    for name, pairs in view.comparisons(over.comparisons, right).items():
+        if cases := [(rank, c) for rank, c in pairs if not c.equal]:
+            ranks, detail = tuple(rank for rank, _ in cases), describe_difference(cases[0][1])
+            yield Finding(name, ranks, f"different values in {where}", "what that saved", detail, **_LEFT)
+    for finding in _moved_state(view, over, where):
+        yield replace(finding, **_LEFT)
+
+
+_LEFT: Explanation = {
+    "cause": "files of the larger world that the smaller one does not replace stay in the folder, and are loaded",
+    "remedy": "empty the folder before saving, or save the number of ranks as well and load the files of these only",
+}
 
 
 def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:

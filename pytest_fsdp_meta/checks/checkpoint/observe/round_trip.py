@@ -5,6 +5,7 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,13 @@ def save_all(folder: str) -> RankResumed:
     with observing_save(subject, rank, generators):
         _save(subject, optimizer, Path(folder), rank.state["beside"])
     return replace(held, generators=generators)
+
+
+def save_all_over(folder: str) -> None:
+    """Save model and optimizer in a folder that has a checkpoint, without torch's warning: the trial wants it so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        save_all(folder)
 
 
 def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
