@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import Unavailable, shards_data
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
-from pytest_fsdp_meta.trial.on_ranks import run_on
+from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Loads:
         if self.failure is not None:
             raise self.failure
         if self._second is None or not self._second[0].alive:
-            self.first.close()  # so that the ranks never hold two loads
+            _end(self.first)  # so that the ranks never hold two loads
             try:
                 self._second = self.load(self.first.spec, "the second load", self._worlds)
             except WorldError as error:
@@ -69,7 +70,7 @@ class Loads:
 
     def close_second(self) -> None:
         if self._second is not None:
-            self._second[0].close()
+            _end(self._second[0])
 
     def of_size(self, spec: WorldSpec, label: str) -> World:
         """Load in a world of another size."""
@@ -79,6 +80,14 @@ class Loads:
         """Close all worlds but the loader's own."""
         for world in self._worlds:
             world.close()
+
+
+def _end(world: World) -> None:
+    """Close a world once its checkpoints are written: save() may return before, and ranks are killed."""
+    if world.alive:
+        with suppress(WorldError):  # after the time limit, loading reports what is missing
+            run_on(world, checkpoint.finish_saving)
+    world.close()
 
 
 def largest_world_size(spec: WorldSpec, wanted: Collection[str]) -> int:

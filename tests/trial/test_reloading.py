@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -511,6 +514,39 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_a_second_time(tmp_path)
     )
     assert statuses(found) == dict.fromkeys((OPTIMIZER, RESUME, AGAIN), "error")
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
+
+
+@pytest.mark.parametrize("how", ["a future", "a thread", "a process", "a daemon"])
+def test_what_a_save_leaves_running_ends_before_it_is_loaded(how):
+    """As when a process exits, which waits for all but daemons."""
+    writers = []
+
+    def in_background(model, optimizer, folder):
+        tensors = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+
+        def write():
+            time.sleep(2)
+            torch.save([tensors, None], folder / f"{torch.distributed.get_rank()}.pt")
+
+        if how == "a future":
+            writers[:] = writers or [ThreadPoolExecutor(1)]
+            writers[0].submit(write)  # its worker waits for more afterwards
+        elif how == "a process":
+            multiprocessing.get_context("fork").Process(target=write).start()
+        else:
+            threading.Thread(target=write, daemon=how == "a daemon").start()
+
+    def load(model, optimizer, folder):
+        resume(model, None, folder)
+
+    found = judged(
+        lambda fsdp: declared(fsdp, build(), save=in_background, resume=load, optimizer=plain), (ROUND_TRIP, AGAIN)
+    )
+    if how == "a daemon":
+        assert statuses(found) == {ROUND_TRIP: "error", AGAIN: "error"}
+        assert "raised FileNotFoundError in Subject(resume=...)" in found[ROUND_TRIP].reason
+    else:
+        assert statuses(found) == {ROUND_TRIP: "passed", AGAIN: "passed"}, found
 
 
 def test_a_second_save_that_raises():

@@ -5,10 +5,14 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -168,6 +172,9 @@ def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float
 
 # Saving and loading.
 
+LEFT_RUNNING = "left running"
+"""The key of the rank's state that has the threads and processes which the author's functions have started."""
+
 
 def _save(
     subject: Subject, optimizer: Optimizer | None, folder: Path, held: RankSaved, beside: Beside | None = None
@@ -226,7 +233,28 @@ def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folde
     kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
     # The optimizers in an author's container have no state dict in common.
     handed = subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
+    before = _running()
     call_field(field, function, subject.model, handed, folder, **kept)
+    current().state.setdefault(LEFT_RUNNING, set()).update(_running() - before)
+
+
+def finish_saving() -> None:
+    """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits.
+
+    Executors take no work any more afterwards.
+    """
+    doing("waiting for what save() left running")
+    left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
+    for end_executors in reversed(threading._threading_atexits) if left else ():  # type: ignore[attr-defined]
+        end_executors()  # the workers of an executor end only when the interpreter says that it ends
+    for one in left:
+        one.join()
+
+
+def _running() -> set[Thread | BaseProcess]:
+    """Return the threads and processes that the interpreter waits for when it ends."""
+    every: list[Thread | BaseProcess] = [*threading.enumerate(), *multiprocessing.active_children()]
+    return {one for one in every if not one.daemon}
 
 
 def _drop_unsaved(state: dict[str, Any], folder: Path) -> None:
