@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
@@ -113,6 +113,29 @@ def test_a_reference_that_cannot_be_trained_is_built_again_for_the_export():
     verdicts = judged(lambda fsdp: declared(fsdp, build(), loss=lambda model: 0.0), (EXPORTS, "loss_parity"))
     assert statuses(verdicts) == {EXPORTS: "passed", "loss_parity": "error"}
     assert verdicts["loss_parity"].reason.startswith("the reference raised TypeError in Subject(loss=...)")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_torch_saves_and_gathers_what_fsdp1_shards(broken):
+    def doubled(module, state, prefix, *_):
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+
+    def loader(fsdp):
+        model = build()
+        if broken:
+            model[1].register_state_dict_post_hook(doubled)
+        sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=fsdp.device)
+        return Subject(sharded, reference=build, batch=batch, loss=loss)
+
+    verdicts = judged(loader)
+    if not broken:
+        assert statuses(verdicts) == dict.fromkeys(ALL, "passed")
+        return
+    found = {id: [(f.tensor, f.actual) for f in verdicts[id].findings] for id in (ROUND_TRIP, EXPORTS)}
+    assert found == {
+        ROUND_TRIP: [("1.weight", "different values after loading")],
+        EXPORTS: [("1.weight", "different values in the gathered state dict")],
+    }
 
 
 @pytest.mark.parametrize("summed", [False, True])

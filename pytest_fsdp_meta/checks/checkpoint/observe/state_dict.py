@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
@@ -93,7 +94,8 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
 
     Of the tensors ``from_parts``, each rank exports what its state dict has; all others are gathered, for rank 0.
     """
-    subject, rank = resharded_subject(), current().rank
+    subject, own = resharded_subject(), current()
+    rank = own.rank
     doing("gathering the state dict")
     state: Mapping[str, Any]
     if subject.state_dict is not None:
@@ -101,7 +103,10 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
     elif from_parts:
         state = get_model_state_dict(subject.model)
     else:
-        state = get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        # With cpu_offload, FSDP1 on the CPU frees what it gathers before it has copied it (torch 2.13).
+        offload = own.device.type != "cpu" or not FullyShardedDataParallel.fsdp_modules(subject.model)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        state = get_model_state_dict(subject.model, options=options)
     tensors = {name: tensor for name, _, tensor in named_tensors(subject.model) if name in from_parts}
     parts = parts_of(subject.model)
     held = {name: parts.of(name, tensor) for name, tensor in tensors.items()}
