@@ -19,7 +19,7 @@ from pytest_fsdp_meta.evidence import (
     sharded_dim,
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
-from pytest_fsdp_meta.loader.adapter import BUILT_IN
+from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.worlds import WorldError
 
@@ -138,22 +138,28 @@ def not_saved_by_torch(
     tensors = [
         t for rank in inventory for t in rank.tensors if t.persistent and (t.unreadable or t.name not in in_parts)
     ]
-    if unfit := [t.name for t in tensors if t.unreadable or _sharded_without_dtensor(t)]:
-        problem = f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch"
-        if gathering:
-            return Unavailable(f"{problem} gathers nothing else; declare Subject(state_dict=...)", kind="undeclared")
-        return Unavailable(f"{problem}.distributed.checkpoint saves nothing else; {DECLARE}", kind="undeclared")
+    declare = "declare Subject(state_dict=...)" if gathering else DECLARE
+    # torch's state-dict functions know the parts of FSDP1, and gather them if they gather all.
+    known = () if in_parts else (FSDP1,)
+    if unfit := [
+        t.name for t in tensors if t.unreadable or (_sharded_without_dtensor(t) and t.sharded_by not in known)
+    ]:
+        return Unavailable(
+            f"{unfit[0]} is neither a DTensor nor a whole plain tensor, and torch does not know which part of it a "
+            f"rank holds; {declare}",
+            kind="undeclared",
+        )
     refused = [rank.refused for rank in state_dict if rank.refused]
     if not refused:
         return None
-    declare = "declare Subject(state_dict=...)" if gathering else DECLARE
     return Unavailable(f"torch's get_model_state_dict refuses the model ({refused[0]}); {declare}", kind="undeclared")
 
 
 def exported_in_parts(inventory: Sequence[RankInventory], subject: SubjectFacts) -> frozenset[str]:
     """Return the tensors that an adapter describes, and those that only some ranks have: torch gathers neither.
 
-    FSDP1, megatron-fsdp and ZeRO-3 gather by functions of their own, which the author's ``state_dict`` calls.
+    torch gathers FSDP1's; megatron-fsdp and ZeRO-3 gather by functions of their own, which the author's ``state_dict``
+    calls.
     """
     tensors = (tensor for rank in inventory for tensor in rank.tensors)
     by_author = "state_dict" in subject.declared

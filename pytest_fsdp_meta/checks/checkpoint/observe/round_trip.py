@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -91,9 +92,11 @@ def first_step() -> FirstStep:
         _train(rank, subject, range(1))
     names = _first_names(subject.model)
     trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    stateless = sorted(names.get(id(p), "?") for p in trainable if not optimizer.state.get(p))
+    # FSDP1 registers an empty parameter on a rank that holds nothing of it, which gets neither gradient nor state.
+    stateless = sorted(names.get(id(p), "?") for p in trainable if p.numel() and not optimizer.state.get(p))
     # An optimizer without any state, such as plain SGD, lacks none.
-    return FirstStep(_describe_empty_group(optimizer), tuple(stateless) if any(optimizer.state.values()) else ())
+    unloadable = _describe_empty_group(optimizer) or _describe_empty_shard(subject, rank)
+    return FirstStep(unloadable, tuple(stateless) if any(optimizer.state.values()) else ())
 
 
 def make_optimizer_state(subject: Subject, rank: Rank) -> None:
@@ -399,6 +402,22 @@ def _describe_empty_group(optimizer: Optimizer) -> str:
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             return f"group {number} of the optimizer is empty, and torch does not load the settings of an empty group"
+    return ""
+
+
+def _describe_empty_shard(subject: Subject, rank: Rank) -> str:
+    """Return which tensor of FSDP1 keeps torch from loading an optimizer; empty where none does, or the author saves.
+
+    Loading drops a ShardedTensor without a shard on this rank, and then takes the checkpoint for one of torch 2.3.
+    """
+    if subject.save is not None or not FullyShardedDataParallel.fsdp_modules(subject.model):
+        return ""
+    for name, value in get_model_state_dict(subject.model).items():
+        if hasattr(value, "local_shards") and not value.local_shards():
+            return (
+                f"FSDP1 without device_mesh=... saves no part of {name} on rank {rank.rank}, and "
+                "torch.distributed.checkpoint then cannot load the optimizer"
+            )
     return ""
 
 
