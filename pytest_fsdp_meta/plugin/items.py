@@ -29,7 +29,7 @@ from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
 from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord
-from pytest_fsdp_meta.reports.summary import evenness_of, summarise, unseen_in
+from pytest_fsdp_meta.reports.summary import evenness_of, notes_on, summarise
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
 
@@ -158,7 +158,7 @@ class CheckItem(RanksItem):
         if evidence.world.simulated:
             context = replace(context, sizes=evidence.simulation or ())
         else:
-            context = replace(context, evenness=evenness_of(evidence.inventory), unseen=unseen_in(evidence))
+            context = replace(context, evenness=evenness_of(evidence.inventory), notes=notes_on(evidence))
         if not self.plugin.settings.report:
             return context
         file, problem = "", ""

@@ -34,7 +34,7 @@ class ItemContext:
     """The file of the stored evidence, relative to the report."""
     summary: Summary | None = None
     evenness: Evenness | None = None
-    unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: tuple[SimulatedSize, ...] = ()
     problem: str = ""
     """Why the evidence was not stored."""
@@ -42,8 +42,8 @@ class ItemContext:
     @property
     def describes_loader(self) -> bool:
         """Whether the item reports the fields that all items of its loader have in common."""
-        common = self.error, self.seconds, self.evidence, self.summary, self.evenness, self.sizes, self.problem
-        return any(common)
+        common = self.error, self.seconds, self.evidence, self.summary, self.evenness, self.notes, self.sizes
+        return any(common) or bool(self.problem)
 
     def with_loader_of(self, other: ItemContext) -> ItemContext:
         """Return this item with the common fields of another item of the loader."""
@@ -54,7 +54,7 @@ class ItemContext:
             evidence=other.evidence,
             summary=other.summary,
             evenness=other.evenness,
-            unseen=other.unseen,
+            notes=other.notes,
             sizes=other.sizes,
             problem=other.problem,
         )
@@ -148,7 +148,7 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
         evidence=item.evidence,
         summary=item.summary,
         evenness=item.evenness,
-        unseen=item.unseen,
+        notes=item.notes,
         sizes=item.sizes,
     )
 

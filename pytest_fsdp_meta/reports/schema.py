@@ -305,13 +305,15 @@ class Evenness:
     """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
 
 
-UNSEEN = {
+NOTES = {
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
     "random, in the reference and in its checkpoint",
+    "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
+    "distribute_tensor() or parallelize_module()",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }
-"""What no check can see because of the model's values or sizes, each with a sentence about the tensors."""
+"""What no check fails for: what the model's values or sizes hide, and needless traffic. Each has a sentence."""
 UNKNOWN = WorldFacts(0, (), "", "")
 
 
@@ -333,8 +335,8 @@ class LoaderRecord:
     summary: Summary | None = None
     evenness: Evenness | None = None
     """None if nothing is sharded."""
-    unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key of ``UNSEEN`` -> the tensors, if the values were compared."""
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key of ``NOTES`` -> what the sentence is about."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
     loads: int = 1

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
 from pytest_fsdp_meta.reports.schema import Curves, Evenness, FindingRecord, Piece, Summary, TensorRecord, Traffic
 from pytest_fsdp_meta.reports.traced_step import record_step
+from pytest_fsdp_meta.text import as_bytes, first_of
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -49,8 +50,16 @@ def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
     )
 
 
-def unseen_in(evidence: Evidence) -> dict[str, tuple[str, ...]]:
-    """Return the tensors whose values or sizes hide a mistake from every check, by what they hide (``UNSEEN``)."""
+def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+    """Return what the terminal says of a loader without failures: for each of ``NOTES``, the tensors."""
+    resent = [sent for rank in evidence.collectives or () for one in rank.loading for sent in one.resent]
+    names, size = list(dict(resent)), sum(nbytes for _, nbytes in resent)
+    again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}
+    return again | _hidden(evidence)
+
+
+def _hidden(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+    """Return the tensors whose values or sizes hide a mistake from every check, by what they hide."""
     if evidence.values is None or evidence.reference is None:
         return {}
     drawn, first = evidence.subject.drawn, evidence.inventory[0]

@@ -9,8 +9,8 @@ from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
+    NOTES,
     UNACCOUNTED,
-    UNSEEN,
     LoaderRecord,
     count_kinds,
     describe_counts,
@@ -81,7 +81,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)
-        yield from _describe_unseen(loaders)
+        yield from _describe_notes(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
         yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
@@ -163,14 +163,14 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     )
 
 
-def _describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     """Yield a line for each kind of mistake that passes in a loader without failures because of its model."""
     clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
-    for kind, text in UNSEEN.items():
+    for kind, text in NOTES.items():
         blind = [
-            f"{first_of(list(map(printable, loader.unseen[kind])))} of {printable(loader.loader)}"
+            f"{first_of(list(map(printable, loader.notes[kind])))} of {printable(loader.loader)}"
             for loader in clean
-            if kind in loader.unseen
+            if kind in loader.notes
         ]
         if blind:
             yield text.format(first_of(blind)), {}

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.checks.collectives.facts import Collective, RankCollectives
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
-from pytest_fsdp_meta.reports.summary import evenness_of, unseen_in
+from pytest_fsdp_meta.reports.summary import evenness_of, notes_on
 from pytest_fsdp_meta.reports.totals import ACTIVITIES, describe_totals, nothing_judged
 from tests.checks.evidence_factory import (
     PARAMETERS,
@@ -186,11 +187,11 @@ def hidden(shape: tuple[int, ...] = (4, 8, 8)) -> Evidence:
 
 
 def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
-    unseen = unseen_in(hidden())
-    assert unseen == {"equal vectors": NORMS, "square experts": ("experts.up (4, 8, 8)",)}
-    failing = replace(loader_with("failed"), unseen=unseen)
+    notes = notes_on(hidden())
+    assert notes == {"equal vectors": NORMS, "square experts": ("experts.up (4, 8, 8)",)}
+    failing = replace(loader_with("failed"), notes=notes)
     assert not any("would pass" in line for line, _ in describe_totals([failing]))
-    loaders = [replace(loader_with("passed", name=name), unseen=unseen) for name in ("t.py::test_x", "t.py::test_y")]
+    loaders = [replace(loader_with("passed", name=name), notes=notes) for name in ("t.py::test_x", "t.py::test_y")]
     lines = [line for line, _ in describe_totals([*loaders, failing, loader_with("passed")])]
     assert [line for line in lines if "would pass" in line] == [
         "a loader that mixes up a.norm and 2 more of t.py::test_x and 1 more would pass, because their values are "
@@ -201,19 +202,31 @@ def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
     ]
 
 
+def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
+    sent = Collective("scatter", "0", (0, 1), resent=(("a.weight", 2048),))
+    again = replace(sent, resent=(("b.weight", 1024),))
+    evidence = replace(healthy(), collectives=(RankCollectives(()), RankCollectives((sent, again))))
+    loader = replace(loader_with("passed"), notes=notes_on(evidence))
+    assert [line for line, _ in describe_totals([loader]) if "loading sent" in line] == [
+        "loading sent 3 KiB (a.weight and 1 more) of t.py::test_x to ranks that had read the same values themselves; "
+        "pass src_data_rank=None to distribute_tensor() or parallelize_module()"
+    ]
+    assert notes_on(replace(evidence, collectives=(RankCollectives(()),))) == {}
+
+
 def test_values_and_sizes_that_hide_nothing_are_not_named() -> None:
     apart = hidden((4, 16, 8))
     for name in NORMS:
         for rank in (0, 1):
             apart = change(apart, name, [rank], digest=f"part {rank} of {name}")
-    assert unseen_in(apart) == {}
-    assert unseen_in(declare(hidden((4, 16, 8)), drawn=NORMS)) == {}
-    assert unseen_in(undeclared(hidden(), "values", why="-")) == {}
-    assert "square experts" not in unseen_in(from_checkpoint(hidden()))
+    assert notes_on(apart) == {}
+    assert notes_on(declare(hidden((4, 16, 8)), drawn=NORMS)) == {}
+    assert notes_on(undeclared(hidden(), "values", why="-")) == {}
+    assert "square experts" not in notes_on(from_checkpoint(hidden()))
     tied = apart
     for name in NORMS[:2]:
         tied = change(tied, name, digest="of both", regions=((0, 8),), local_shape=(8,), storage="one", identity=1)
-    assert unseen_in(tied) == {}
+    assert notes_on(tied) == {}
 
 
 def test_checks_without_a_result_are_named() -> None:

@@ -26,6 +26,8 @@ class Collective:
     by_fsdp: bool = False
     optimizing: bool = False
     """Whether an optimizer's step issued it."""
+    resent: tuple[tuple[str, int], ...] = ()
+    """The parameters, with bytes, whose values this rank got from another one's scatter although it had them."""
 
 
 @dataclass(frozen=True)

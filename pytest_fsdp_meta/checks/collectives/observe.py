@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,8 @@ FSDP_BUFFERS = {
     "chunk_cat_mixed_dtype": "reduce_scatter",  # since torch 2.15
 }
 """The operators with which FSDP2 fills its buffers, and the collective that a buffer is for."""
+MOST_CUT = 256
+"""Results of operators that are remembered until the next collective."""
 FSDP_OTHERS = frozenset({"split_with_sizes_copy", "copy_", "record_grad_output_stream"})
 """FSDP2's other operators."""
 Span = tuple[StorageWeakRef, int, int]
@@ -94,6 +97,10 @@ class _Recorded:
     inputs: list[Span]
     copies: tuple[str, ...] = ()
     """The known parameters that an input is a copy of."""
+    output: Span | None = None
+    """Where a scatter from another rank puts what it sends."""
+    held: frozenset[str] = frozenset()
+    """The digests of what this rank had cut to that shape before."""
 
 
 @dataclass
@@ -105,6 +112,8 @@ class Recorder:
     """Operators of torch that communicate or serve FSDP2 and are in none of the tables above."""
     _steps: int = 0
     """The number of optimizers' steps that run now: one may call the step of another."""
+    _cut: deque[weakref.ref[Tensor]] = field(default_factory=lambda: deque(maxlen=MOST_CUT))
+    """What operators returned since the last collective: distribute_tensor() cuts a tensor before it scatters one."""
     _recorded: list[_Recorded] = field(default_factory=list)
     _fsdp_buffers: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
     """The buffers of FSDP2 for each collective. The result of a reduce-scatter becomes the gradient, which others may
@@ -144,11 +153,24 @@ class Recorder:
             optimizing=self._steps > 0,
         )
         copies = () if by_fsdp else self._find_copies(inputs)
-        self._recorded.append(_Recorded(facts, [_span(tensor) for tensor in inputs], copies))
+        recorded = _Recorded(facts, [_span(tensor) for tensor in inputs], copies)
+        if op == "scatter" and group.rank() != facts.root:
+            for output in tensors_in(given.get("output_tensors")):
+                recorded.output, recorded.held = _span(output), self._digests_like(output)
+        self._cut.clear()
+        self._recorded.append(recorded)
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func.namespace == "fsdp" and (buffer_for := FSDP_BUFFERS.get(operator_name(func))):
             self._mark_as_fsdp(buffer_for, out)
+        elif func.namespace == "aten":
+            self._cut.extend(map(weakref.ref, tensors_in(out)))
+
+    def _digests_like(self, output: Tensor) -> frozenset[str]:
+        """Return the digests of tensors of this shape; one of a single repeated value proves nothing."""
+        pieces = [piece for ref in self._cut if (piece := ref()) is not None and piece is not output]
+        alike = [piece for piece in pieces if piece.shape == output.shape and piece.dtype == output.dtype]
+        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and _varies(piece))
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
@@ -165,14 +187,18 @@ class Recorder:
     def collectives(self, model: Module) -> tuple[Collective, ...]:
         """Return what was recorded, with the names of the parameters and buffers of ``model`` that were sent."""
         spans: dict[int, list[tuple[int, int, str]]] = {}
+        tensors = {name: tensor for name, _, tensor in named_tensors(model)}
         alive = []  # while these references live, no other storage gets the same identity
-        for name, _, tensor in named_tensors(model):
+        for name, tensor in tensors.items():
             for local in tensors_in(own_memory(tensor)):
                 if local.numel():
                     ref, first, last = _span(local)
                     alive.append(ref)
                     spans.setdefault(ref.cdata, []).append((first, last, name))
-        return tuple(replace(recorded.facts, tensors=_names(recorded, spans)) for recorded in self._recorded)
+        return tuple(
+            replace(recorded.facts, tensors=_names(recorded, spans), resent=tuple(_resent(recorded, spans, tensors)))
+            for recorded in self._recorded
+        )
 
     def _mark_as_fsdp(self, op: str, buffers: Any) -> None:
         refs = self._fsdp_buffers.setdefault(op, [])
@@ -191,6 +217,12 @@ class Recorder:
                 bits = digest(tensor)
                 names += [name for name in candidates if digest(local_part(self.known[name])) == bits]
         return tuple(dict.fromkeys(names))
+
+
+def _varies(tensor: Tensor) -> bool:
+    """Return whether the elements differ; torch.unique() does not take each dtype, bytes do."""
+    elements = tensor.reshape(-1).view(torch.uint8).unflatten(0, (tensor.numel(), -1)) if tensor.numel() else tensor
+    return bool((elements != elements[:1]).any())
 
 
 def _same_size(known: Tensor, tensor: Tensor) -> bool:
@@ -212,6 +244,21 @@ def _names(recorded: _Recorded, spans: Mapping[int, list[tuple[int, int, str]]])
         if first < stop and start < last
     ]
     return tuple(dict.fromkeys([*names, *recorded.copies]))
+
+
+def _resent(
+    recorded: _Recorded, spans: Mapping[int, list[tuple[int, int, str]]], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, int]]:
+    """Yield the tensors, with bytes, whose memory a scatter filled with values that this rank had before."""
+    if recorded.output is None or not recorded.held:
+        return
+    ref, first, last = recorded.output
+    for start, stop, name in spans.get(ref.cdata, ()):
+        local = next(tensors_in(own_memory(tensors[name])))
+        start_at, size = first // local.element_size(), (last - first) // local.element_size()
+        received = local.new_empty(0).set_(local.untyped_storage(), start_at, (size,))  # with the padding, if any
+        if first < stop and start < last and digest(received) in recorded.held:
+            yield name, last - first
 
 
 def _dtype(inputs: Sequence[Tensor]) -> str:
