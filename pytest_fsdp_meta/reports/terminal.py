@@ -8,10 +8,12 @@ from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
 from pytest_fsdp_meta.reports.schema import FindingRecord
-from pytest_fsdp_meta.text import counted, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks, without_numbers
 
 MOST_LINES = 20
 """Lines of one list."""
+MOST_ALIKE = 6
+"""Lines about tensors that differ only in numbers, and names in the one line that stands for more of them."""
 FEWEST_OF_ALL = 4
 """Fewer tensors are named one by one, even if they are all tensors of their kind."""
 FIELDS = {
@@ -107,18 +109,28 @@ def origins(findings: Iterable[Found]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(finding.origin for finding in findings if finding.origin))
 
 
-def group_similar(findings: Iterable[Found]) -> list[list[Found]]:
-    """Group findings that differ only in tensor and detail. Findings about the whole model have groups of their own."""
+def group_similar(findings: Iterable[Found], but_numbers: bool = False) -> list[list[Found]]:
+    """Group findings that differ only in tensor and detail, or in numbers as well.
+
+    Findings about the whole model have groups of their own.
+    """
     groups: dict[tuple[object, ...], list[Found]] = {}
     for finding in findings:
-        key = (finding.tensor is None, finding.actual, finding.expected, finding.ranks)
-        groups.setdefault(key, []).append(finding)
+        text = describe_mismatch(finding)
+        alike = without_numbers(text) if but_numbers and finding.tensor is not None else text
+        groups.setdefault((finding.tensor is None, alike, finding.ranks), []).append(finding)
     return list(groups.values())
 
 
 def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
-    """Return one line for each set of similar tensors with the same mismatch on the same ranks."""
-    lines = [line for group in group_similar(findings) for line in _describe_group(group, model)]
+    """Return one line for each set of similar tensors with the same mismatch on the same ranks.
+
+    Where that takes many lines, a mismatch that differs only in its numbers counts as the same.
+    """
+    groups = group_similar(findings)
+    if len(groups) > MOST_ALIKE:
+        groups = group_similar(findings, but_numbers=True)
+    lines = [line for group in groups for line in _describe_group(group, model)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
         lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'more line')}"]
@@ -126,15 +138,18 @@ def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozense
 
 
 def _describe_group(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
-    first = group[0]
-    ranks = name_ranks(first.ranks)
-    mismatch = describe_mismatch(first)
-    if first.tensor is None:
+    ranks, mismatch = name_ranks(group[0].ranks), describe_mismatch(group[0])
+    if group[0].tensor is None:
         distinct = dict.fromkeys(finding.detail for finding in group)
         return [f"  the model, {ranks}: {mismatch}" + (f" ({detail})" if detail else "") for detail in distinct]
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
+    names = _fold_tensors(list(details), model)
+    if any(describe_mismatch(finding) != mismatch for finding in group):
+        first = next(iter(details))
+        detail = "; ".join(filter(None, [details[first], "with other numbers for the others"]))
+        return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({first}: {detail})"]
     lines = []
-    for folded, name in _fold_tensors(list(details), model).items():
+    for folded, name in names.items():
         detail = details[name]
         where = "" if name == folded or not detail else f"{name}: "
         lines.append(f"  {folded}, {ranks}: {mismatch}" + (f" ({where}{detail})" if detail else ""))

@@ -108,6 +108,22 @@ ON_BOTH = f"ranks 0, 1: {RED}"
             ["a, rank 0: does not load (KeyError)"],
             id="nothing is expected",
         ),
+        pytest.param(
+            [
+                Finding(f"{name}.w", (0,), f"off by {number}.5", "0", f"{number}%")
+                for number, name in enumerate("abcdefg")
+            ],
+            [
+                "a.w, b.w, c.w, d.w, e.w, f.w and 1 more, rank 0: off by 0.5, but should be 0 "
+                "(a.w: 0%; with other numbers for the others)"
+            ],
+            id="many lines that differ in numbers",
+        ),
+        pytest.param(
+            [Finding(f"{name}.w", (0,), f"off by {number}", "0") for number, name in enumerate("abcdef")],
+            [f"{name}.w, rank 0: off by {number}, but should be 0" for number, name in enumerate("abcdef")],
+            id="few lines that differ in numbers",
+        ),
         pytest.param([red(None)], [f"the model, {ON_BOTH}"], id="the whole model"),
         pytest.param(
             [red(None, detail="one"), red("b.w"), red(None, detail="two")],
