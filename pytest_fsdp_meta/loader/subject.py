@@ -149,6 +149,12 @@ class Subject:
     By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. Either may have each rank's part of
     what ``adapter`` describes, and each rank's own keys of what is ``on_some_ranks``.
     """
+    export_reference: Source | None = None
+    """The model that the export should equal, if that is not the reference on purpose; by default the reference.
+
+    For example with merged adapters, or without padding rows: a callable that builds it, or a checkpoint directory.
+    Names and shapes must be the same, and values within rounding, because merging may compute them in another order.
+    """
     frozen: str | Sequence[str] | Mapping[str, str] = ()
     """Names or patterns of frozen weights; by default what the reference freezes.
 
@@ -271,7 +277,7 @@ def _is_empty(value: Any, empty: Any) -> bool:
 
 UNDECLARED: dict[str, Any] = {
     **dict.fromkeys(("reference", "verifier", "batch", "data_parallel", "optimizer")),
-    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict")),
+    **dict.fromkeys(("train_step", "max_grad_norm", "clip_grad_norm", "save", "state_dict", "export_reference")),
     **dict.fromkeys(("scheduler", "data")),
     "beside": {},
     "frozen": (),

@@ -124,7 +124,7 @@ def _whole(value: object) -> tuple[object]:
     return (value,)
 
 
-SOURCES, PATTERNS = "reference verifier", "drawn on_some_ranks unsharded offloaded"
+SOURCES, PATTERNS = "reference verifier export_reference", "drawn on_some_ranks unsharded offloaded"
 NAME = "{part!r} should be a name or a pattern such as 'layers.*.weight'"
 LISTED = "{value} should be a name, a pattern, or a list of them"
 Rule: TypeAlias = tuple[str, Callable[[Any], Iterable[Any]], Callable[[Any], object], str]

@@ -151,6 +151,17 @@ class ObservationRun(TableRun):
             run_on(world, on_ranks.reference.record_verifier, self._recipe, record)
         return record
 
+    def _export_reference_path(self) -> str:
+        """Return the path of what the export should equal; record it first where a callable builds it."""
+        if "export_reference" not in self.subject.declared:
+            return self._reference_path
+        if "export_reference" in self._checkpoints:
+            return self._checkpoints["export_reference"]
+        record = self._record_path("export_reference")
+        with self.verifier_world as world:
+            run_on(world, on_ranks.reference.record_export_reference, self._recipe, record)
+        return record
+
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if reason := no_training_declared(self.subject):
             return reason
@@ -271,6 +282,7 @@ class ObservationRun(TableRun):
             rebuild_reference=partial(self._build_reference, "rebuilt"),
             folder=self.folder,
             reference_path=self._reference_path,
+            export_reference_path=self._export_reference_path,
             steps=self.steps,
         ).take_all()
 

@@ -67,6 +67,8 @@ class Reloading(TableRun):
     folder: Path
     reference_path: str
     """The path of the reference's values."""
+    export_reference_path: Callable[[], str]
+    """Return the path of the values that the export should have."""
     steps: int
     """The steps of training, for which the author has batches."""
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
@@ -161,15 +163,18 @@ class Reloading(TableRun):
         return tuple(rank.inventory for rank in self.loads.second()[1])
 
     def _export(self) -> Export | Unavailable:
-        if self.seen.reference is None or not self.seen.reference.complete:
+        declared = "export_reference" in self.subject.declared
+        if self.seen.reference is None or not (declared or self.seen.reference.complete):
             return Unavailable(NO_MODEL, kind="undeclared")
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
         if not self.reference_world.alive:
-            self.rebuild_reference()  # its training, or measuring its noise, has ended its world
+            # Its training, or measuring its noise, has ended its world; or the reference is a checkpoint.
+            self.reference_world.start() if declared else self.rebuild_reference()
         folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
-        return run_on(self.reference_world, state_dict.compare_export, folder, self.reference_path, exports)[0]
+        path = self.export_reference_path()
+        return run_on(self.reference_world, state_dict.compare_export, folder, path, exports, declared)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well

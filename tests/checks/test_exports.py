@@ -112,6 +112,20 @@ def test_parts_that_are_not_compared():
     assert verdict(EXPORTS, lacking).findings == ()
 
 
+def test_a_wrong_model_leaves_the_values_of_its_own_export_open():
+    """A merged tensor may come from any of the model's."""
+    merged = replace(OTHER, name="merged.weight")
+    evidence = declare(
+        replace(healthy(), export=Export(comparisons=(merged,))),
+        declared=healthy().subject.declared | {"export_reference"},
+    )
+    (finding,) = verdict(EXPORTS, evidence).findings
+    assert (finding.tensor, finding.expected) == ("merged.weight", "those of Subject(export_reference=...)")
+    found = verdict(EXPORTS, differ(evidence, MIDDLE, [0]))
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason.endswith(f"values of the export are not compared: {MIDDLE} is not the reference's")
+
+
 def test_evidence_survives_storage_and_older_evidence_has_no_parts():
     export = assembled(healthy(), on(1, rounded="bfloat16"), absent=1, index=(0, 0), lacking=(0,)).export
     plain = to_plain(export)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -136,6 +137,89 @@ def test_torch_saves_and_gathers_what_fsdp1_shards(broken):
         ROUND_TRIP: [("1.weight", "different values after loading")],
         EXPORTS: [("1.weight", "different values in the gathered state dict")],
     }
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter beside it, whose weight an export has merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.a, self.b = (nn.Parameter(torch.randn(shape)) for shape in ((4, 4), (2, 4), (4, 2)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight + 2 * self.b @ self.a)
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(LowRank(), LowRank())
+
+
+def merged(model: nn.Module, scale: float = 2) -> dict[str, Tensor]:
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    exact = {name: tensor.double() for name, tensor in state.items()}  # rounds in another place than the reference
+    return {f"{i}.weight": (exact[f"{i}.weight"] + scale * exact[f"{i}.b"] @ exact[f"{i}.a"]).float() for i in "01"}
+
+
+def merged_model() -> nn.Module:
+    layers: Any = adapted()
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in layers))
+    with torch.no_grad():
+        for layer, linear in zip(layers, model, strict=True):
+            linear.weight.copy_(layer.weight + 2 * layer.b @ layer.a)
+    return model
+
+
+IN_EXPORT = "in the gathered state dict"
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "actual", "expected"),
+    [
+        (merged, "", "", ""),
+        (
+            lambda model: merged(model, scale=1),
+            "0.weight",
+            f"different values {IN_EXPORT}",
+            "those of Subject(export_reference=...)",
+        ),
+        (
+            lambda model: {**merged(model), "1.weight": torch.zeros(5, 4)},
+            "1.weight",
+            f"shape (5, 4) {IN_EXPORT}",
+            "(4, 4), as in Subject(export_reference=...)",
+        ),
+        (lambda model: {"0.weight": merged(model)["0.weight"]}, "1.weight", f"missing {IN_EXPORT}", "exported"),
+        (
+            lambda model: {**merged(model), "0.a": torch.zeros(2, 4)},
+            "0.a",
+            f"extra key {IN_EXPORT}: Subject(export_reference=...) has no such key",
+            "",
+        ),
+        (
+            lambda model: {name: tensor.bfloat16() for name, tensor in merged(model).items()},
+            "0.weight",
+            f"bfloat16 {IN_EXPORT}, which rounds its values",
+            "the dtype of Subject(export_reference=...)",
+        ),
+    ],
+    ids=["right", "values", "shape", "missing", "extra", "rounded"],
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_export_that_is_not_the_model_has_its_own_reference(change, tensor, actual, expected, on_disk, tmp_path):
+    source: Any = merged_model
+    if on_disk:
+        source = tmp_path
+        save_file(merged_model().state_dict(), tmp_path / "model.safetensors")
+
+    def loader(fsdp):
+        return declared(fsdp, adapted(), adapted, state_dict=change, export_reference=source)
+
+    verdicts = judged(loader, [NAMES, EXPORTS])
+    assert verdicts[NAMES].status == "passed"
+    findings = [(f.tensor, f.actual, f.expected) for f in verdicts[EXPORTS].findings]
+    assert (tensor, actual, expected) in findings if tensor else findings == []
+    assert verdicts[EXPORTS].status == ("failed" if tensor else "passed")
 
 
 @pytest.mark.parametrize("summed", [False, True])

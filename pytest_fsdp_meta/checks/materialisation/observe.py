@@ -39,7 +39,10 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 
 LEFT_BY_LOADER = "random states"
 """The key, in a rank's state, of the states of its generators when the loader returned."""
-SENT_FIELDS = ("reference", "verifier", "batch", "loss", "optimizer", "max_grad_norm", "scheduler", "beside")
+SENT_FIELDS = (
+    *("reference", "verifier", "export_reference", "batch", "loss"),
+    *("optimizer", "max_grad_norm", "scheduler", "beside"),
+)
 """Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
@@ -136,7 +139,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         reduces_in=reduces_in,
         optimizer=None if built is None else optimizer_facts(built, subject),
     )
-    sources = {field: getattr(subject, field) for field in ("reference", "verifier")}
+    sources = {field: getattr(subject, field) for field in ("reference", "verifier", "export_reference")}
     checkpoints = {
         field: os.path.abspath(path) for field, path in sources.items() if isinstance(path, (str, os.PathLike))
     }

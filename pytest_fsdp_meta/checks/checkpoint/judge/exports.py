@@ -9,8 +9,10 @@ from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, ROUNDING,
 from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.view import View, ranks_by
-from pytest_fsdp_meta.text import clean_name, name_ranks
+from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import clean_name, first_of, name_ranks
+
+OWN = "Subject(export_reference=...)"
 
 _ROUNDED: Explanation = {
     "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
@@ -49,18 +51,21 @@ _NO_PART: Explanation = {
 def full_state_dict_exports(view: View) -> Iterable[Finding]:
     export = view.evidence.export
     assert export is not None
-    equal = _right_values(view, export)
+    declared = "export_reference" in view.evidence.subject.declared
+    source, values = (OWN, f"those of {OWN}") if declared else ("the reference", "the reference's")
+    equal, wrong = _right_values(view, export, declared)
     renamed = {clean_name(key) for key in export.unexpected}  # reported under the key with the wrapper's prefix
     for name in export.missing:
         if name not in renamed and view.judgeable(name):
             yield Finding(name, (0,), "missing in the gathered state dict", "exported")
     for name in export.unexpected:
         if view.judgeable(name):
-            yield Finding(name, (0,), "extra key in the gathered state dict: the reference has no such key", "")
+            yield Finding(name, (0,), f"extra key in the gathered state dict: {source} has no such key", "")
     for name, dtype in export.rounded.items():
-        if (own := _rounded_dtype(view, name, dtype)) and name in equal and view.judgeable(name):
+        own = f"the dtype of {OWN}" if declared else _rounded_dtype(view, name, dtype)
+        if own and name in equal and view.judgeable(name):
             actual = f"{dtype} in the gathered state dict, which rounds its values"
-            yield Finding(name, (0,), actual, f"{own}, as on the ranks", **_ROUNDED)
+            yield Finding(name, (0,), actual, own if declared else f"{own}, as on the ranks", **_ROUNDED)
     for comparison in export.comparisons:
         if comparison.equal or not _usable(view, comparison.name) or not view.judgeable(comparison.name):
             continue
@@ -70,12 +75,12 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
         elif comparison.name in equal and not _is_cast(comparison):
             detail = describe_difference(comparison)
-            yield Finding(
-                comparison.name, (0,), "different values in the gathered state dict", "the reference's", detail
-            )
+            yield Finding(comparison.name, (0,), "different values in the gathered state dict", values, detail)
     for found in export.assembled:
         if view.judgeable(found.name):
             yield from _judge_parts(view, found, found.name in equal)
+    if wrong:
+        raise PartlyJudged(f"values of the export are not compared: {first_of(wrong)} is not the reference's")
 
 
 def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]:
@@ -108,13 +113,21 @@ def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]
         yield Finding(name, found.lacking, "this part is in no rank's state dict", "exported", detail, **_NO_PART)
 
 
-def _right_values(view: View, export: Export) -> set[str]:
-    """Return the tensors with the right values on the ranks, so that other ones in the export are its own."""
-    if "params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection:
-        return equal_to_reference(view)
-    # No other check reports wrong values. What the second load drew is not what the reference has.
+def _right_values(view: View, export: Export, declared: bool) -> tuple[set[str], list[str]]:
+    """Return the tensors with the right values on the ranks, so that other ones in the export are its own.
+
+    A tensor of a ``declared`` export_reference may be made of any others: it has none if one of these, which are
+    returned as well, is wrong.
+    """
     names = {comparison.name for comparison in export.comparisons} | {found.name for found in export.assembled}
-    return names.difference(view.evidence.subject.drawn)
+    if not ("params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection):
+        # No other check reports wrong values. What the second load drew is not what the reference has.
+        return names.difference(view.evidence.subject.drawn), []
+    right = equal_to_reference(view)
+    if not declared:
+        return right, []
+    wrong = sorted({comparison.name for rank in view.evidence.values or () for comparison in rank} - right)
+    return set() if wrong else names, wrong
 
 
 def _usable(view: View, name: str) -> bool:

@@ -89,8 +89,8 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
         if view.judgeable(prefixed[key]):
             inserted = ", ".join(dict.fromkeys(part for part in key.split(".") if part in WRAPPERS))
             yield Finding(key, ranks, "key contains a wrapper's prefix", f"saved without {inserted}", **_WRAPPED)
-    if not view.reference.complete:
-        return  # a checkpoint may rename its tensors and store one name of a tie
+    if not view.reference.complete or "export_reference" in view.evidence.subject.declared:
+        return  # a checkpoint may rename its tensors and store one name of a tie, and so may an export
     # An author may gather the state dict on one rank, as torch does with full_state_dict and cpu_offload: the other
     # ranks then have no keys.
     gathered = "state_dict" in view.evidence.subject.declared and any(keys for _, keys in by_rank)

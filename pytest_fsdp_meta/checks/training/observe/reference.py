@@ -305,6 +305,12 @@ def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
     write_record(Path(path), _tensors(_build("verifier", recipe)))
 
 
+def record_export_reference(recipe: Mapping[str, bytes], path: str) -> None:
+    """Build what the export should equal and record its state dict."""
+    state = _build("export_reference", recipe).state_dict()
+    write_record(Path(path), ((key, value) for key, value in state.items() if isinstance(value, Tensor)))
+
+
 def checkpoint_facts(path: str) -> ReferenceFacts:
     """Return the facts in the headers of a checkpoint directory, which do not distinguish parameters from buffers."""
     tensors = tuple(
