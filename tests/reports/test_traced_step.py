@@ -275,7 +275,7 @@ def test_a_loader_with_a_defect_in_one_module_gets_its_picture(project: Project,
     assert step is not None
     assert (step.module, step.phase, step.ranks) == ("layers.1.mlp.act", "forward", ((0, 1),))
     check = next(check for check in record.checks if check.status == "failed")
-    assert {finding.origin for finding in check.findings} == {step.origin}
+    assert {finding.origin for finding in check.findings} == {f"{step.origin}; a world of one rank fails as well"}
     first = step.forward.first
     assert first is not None
     assert (first.stage, first.module, first.kind) == ("output", "layers.1.mlp.act", "GELU")
