@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorFacts
 from pytest_fsdp_meta.judging.expectations import is_whole
-from pytest_fsdp_meta.judging.findings import Explanation, ExplanationByWorld, either
+from pytest_fsdp_meta.judging.findings import Explanation, either
 from pytest_fsdp_meta.judging.multiples import multiple
 
 Cases = Sequence[tuple[int, Comparison]]
@@ -207,7 +207,7 @@ SWAPPED = either(
     "ranks read tensors in different orders",
     "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
 )
-_UNRELATED: ExplanationByWorld = {
+_UNRELATED: Explanation = {
     "cause_sharded": "it was read from another part of the tensor than its placement says, or is initialised again "
     "where there are several ranks"
 }
@@ -220,7 +220,7 @@ _ODD_RANKS: Explanation = {
     "cause": "these ranks read the slice of another rank, or only the others received the weight",
     "remedy": "take the offset from the DTensor's own mesh coordinate, and load on every rank",
 }
-_OTHER_RANKS: ExplanationByWorld = {
+_OTHER_RANKS: Explanation = {
     **_ODD_RANKS,
     "cause_alone": _SHUFFLED["cause_alone"],
     "cause_sharded": _ODD_RANKS["cause"],

@@ -7,20 +7,19 @@ from typing import NamedTuple, TypedDict
 
 
 class Explanation(TypedDict, total=False):
-    """A cause and a remedy that are more specific than those of the check."""
+    """A cause and a remedy that are more specific than those of the check.
+
+    The cause is ``cause_alone`` if a world of one rank fails as well, and ``cause_sharded`` if that passes, where they
+    are given.
+    """
 
     cause: str
     remedy: str
-
-
-class ExplanationByWorld(Explanation, total=False):
-    """Its cause is ``cause_alone`` if a world of one rank fails as well, and ``cause_sharded`` if that passes."""
-
     cause_alone: str
     cause_sharded: str
 
 
-def either(lead: str, alone: str, sharded: str, remedy: str) -> ExplanationByWorld:
+def either(lead: str, alone: str, sharded: str, remedy: str) -> Explanation:
     """Return an explanation by two causes: ``sharded`` takes several ranks, ``alone`` is wrong on one rank as well."""
     return {
         "cause": f"{lead}{alone}; or {sharded}",
@@ -37,6 +36,8 @@ class Mismatch(NamedTuple):
     expected: str
     cause: str = ""
     remedy: str = ""
+    cause_alone: str = ""
+    cause_sharded: str = ""
 
 
 @dataclass(frozen=True)

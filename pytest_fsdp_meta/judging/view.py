@@ -134,7 +134,7 @@ class View:
         """Yield one finding for each distinct mismatch of a tensor, or of none; ranks without one have None."""
         for found, ranks in ranks_by(mismatches).items():
             if found is not None:
-                yield Finding(name, ranks, found.actual, found.expected, cause=found.cause, remedy=found.remedy)
+                yield Finding(name, ranks, **found._asdict())
 
     @cached_property
     def on_some_ranks(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Accumulation, Comparison, Evidence, Measure
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, Evidence, Measure, SmallerWorld
 from tests.checks.evidence_factory import (
     COUNTER,
     EMBEDDING,
@@ -68,6 +68,16 @@ def cause_of(evidence: Evidence) -> str:
     return finding.cause
 
 
+def test_a_number_of_ranks_means_nothing_if_one_rank_is_enough():
+    evidence = remeasured(healthy(2), MIDDLE, 2.0)
+    alone = SmallerWorld((), {PARITY: (MIDDLE,)})
+    assert cause_of(replace(evidence, smaller=(alone,))).startswith(
+        "the loss or its gradients are multiplied by a cons"
+    )
+    passes = SmallerWorld((), passed=(PARITY,))
+    assert cause_of(replace(evidence, smaller=(passes,))) == cause_of(evidence)
+
+
 @pytest.mark.parametrize(
     ("dim", "remedy"),
     [
@@ -90,6 +100,10 @@ def test_a_factor_equal_to_a_number_of_ranks_is_explained():
         "divided once too often (4 is the number of data-parallel ranks)"
     )
     assert "constant that the reference does not have" in cause_of(remeasured(healthy(2), MIDDLE, 3.0))
+    # Each of two slices has 8 labels, 6 if those of the first tokens do not count.
+    assert cause_of(remeasured(healthy(2), MIDDLE, 12.0)).startswith(
+        "the loss is summed over the 12 labels of the batch"
+    )
     parallel = replace(healthy(2), world=replace(healthy(2).world, mesh=(("dp_shard", 2), ("tp", 4))))
     assert "(4 is the number of ranks along tp)" in cause_of(remeasured(parallel, MIDDLE, 4.0))
     assert "the loss does not depend on it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))

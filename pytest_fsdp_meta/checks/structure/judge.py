@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from math import prod
 from operator import gt, ne
@@ -236,8 +235,7 @@ def shapes_match_reference(view: View) -> Iterable[Finding]:
     by_hand = _explain_layout_by_hand(view, [(facts[0][1], reference[name].shape) for name, facts in tensors])
     for name, facts in tensors:
         pairs = [(rank, _compare_shape(t, reference[name].shape, by_hand)) for rank, t in facts]
-        found = view.findings_for(name, pairs)
-        yield from (finding if finding.cause else replace(finding, **_SHAPES) for finding in found)
+        yield from view.findings_for(name, pairs)
 
 
 def _explain_layout_by_hand(view: View, tensors: Sequence[tuple[TensorFacts, tuple[int, ...]]]) -> Explanation:
@@ -269,7 +267,7 @@ def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...], by_hand: Explana
     if tensor.mesh is not None and tensor.local_shape == shape:
         return found._replace(**_WHOLE_AS_PART)
     if tensor.managed is not False:
-        return found._replace(**by_hand)
+        return found._replace(**(by_hand or _SHAPES))
     cause = "the DTensor that fully_shard() created was replaced by another parameter, perhaps by its local shard"
     return found._replace(cause=cause, remedy="write into the DTensor, or re-create parameters before fully_shard()")
 

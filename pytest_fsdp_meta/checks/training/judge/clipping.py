@@ -56,7 +56,8 @@ CLIP: Explanation = {
     uses=["values", "verifier"],
     after=[*EXPLAINING_CHECKS, "grad_parity"],
     why="A norm over a rank's own shards is too small, so gradients are clipped too late and differently on each rank.",
-    **NORM,
+    cause=NORM["cause"],
+    remedy=NORM["remedy"],
     references=["pytorch/pytorch#170862", "pytorch/torchtune#2420", "pytorch/pytorch#180346"],
     tolerance=GRADIENT_TOLERANCE,
 )
@@ -166,7 +167,8 @@ _WRONG_NORM: dict[bool, Explanation] = {
     after=[*EXPLAINING_CHECKS, "grad_parity", "grad_norm_parity"],
     why="Clipping that leaves out some parameters, or replicas on some ranks, lets the model diverge slowly while its "
     "norm looks right.",
-    **CLIP,
+    cause=CLIP["cause"],
+    remedy=CLIP["remedy"],
     references=["NVIDIA-NeMo/Automodel#3477", "pytorch/torchtune#2420"],
     tolerance=GRADIENT_TOLERANCE,
 )

@@ -208,35 +208,56 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     declared = view.evidence.subject.declared
     if not meaning and (uneven := explain_uneven_backwards(view)):
         return uneven
+    if not meaning and factor in _numbers_of_labels(runs):
+        return {
+            "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
+            "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
+        }
     if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
         return _SCALED_BY_STEP
     if not meaning and "max_grad_norm" in declared:
         return _NOT_CLIPPED
     if not meaning:
         return {
-            "cause": "the loss or its gradients are multiplied by a constant that the reference does not have",
+            "cause": _CONSTANT,
             "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
         }
+    alone: Explanation = {"cause_alone": _CONSTANT}
     if factor.startswith("1/") and view.evidence.subject.loss_over_ranks == "sum":
         return {
             "cause": f"divided once too often ({number} is {meaning}): the ranks' losses add up "
             '(loss_over_ranks="sum"), and their gradients are averaged',
             "remedy": "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, "
             "also set_force_sum_reduction_for_comms(True)",
+            **alone,
         }
     if factor.startswith("1/"):
         return {
             "cause": f"divided once too often ({number} is {meaning}): the loss is scaled and the reduction averages "
             "as well, or partial sums are averaged",
             "remedy": "divide either the loss or the gradients, not both; sum gradients that are partial sums",
+            **alone,
         }
     if _is_expert(view, name):
-        return {"cause": f"summed instead of averaged ({number} is {meaning})", "remedy": _DIVIDE_EXPERTS}
+        return {"cause": f"summed instead of averaged ({number} is {meaning})", "remedy": _DIVIDE_EXPERTS, **alone}
     return {
         "cause": f"summed instead of averaged ({number} is {meaning})",
         "remedy": "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and "
         "count the gradients of ranks that see the same rows only once",
+        **alone,
     }
+
+
+def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
+    """Return how many labels the first batch has, with and without the first of each row; empty if it has none."""
+    labels_of = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}
+    return {str(sum(numbers)) for numbers in zip(*labels_of.values(), strict=True)}
+
+
+_CONSTANT = (
+    "the loss or its gradients are multiplied by a constant that the reference does not have, such as the number of "
+    "micro-batches that it is not divided by"
+)
 
 
 def _is_expert(view: View, name: str) -> bool:
@@ -310,7 +331,8 @@ _ON_SOME_RANKS: Explanation = {
 }
 _BY_STEP = either(
     "",
-    "train_step scales or clips it otherwise than one backward of the mean loss over the whole batch and one clipping",
+    "train_step leaves out rows, as a zero_grad() between its micro-batches does, or scales or clips otherwise than "
+    "one backward of the mean loss over the whole batch",
     "train_step reduces it over other ranks or rows, or clips by the norm of one rank's shards",
     "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
     "reduction, by the norm of all ranks' gradients",
@@ -329,7 +351,8 @@ _BEFORE_CLIPPING: Explanation = {
 }
 _SLIGHTLY_OFF = either(
     "the error is small: ",
-    "the forward differs slightly (another activation, epsilon, scale or precision)",
+    "the forward differs slightly (another activation, epsilon, scale or precision), or gradients are added up in a "
+    "lower precision",
     "gradients are rounded while they are reduced",
     "compare the modules' settings and compute dtypes with the reference's; if the other precision is intended, set "
     "tolerance=...",

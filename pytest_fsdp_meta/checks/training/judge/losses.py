@@ -229,6 +229,7 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
         return {}
     multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
+    alone = f"the loss is {multiple_of} the reference's in every step: {_explain_scaled_loss(factor, False)}"
     shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
     if shares and "train_step" in view.evidence.subject.declared:
         return {
@@ -237,12 +238,14 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
             "remedy": f"if grad_parity fails as well, multiply the loss by {number} before backward(), because "
             "gradients are averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
             f"{_SHARES}",
+            "cause_alone": alone,
         }
     return {
         "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
         + _explain_scaled_loss(factor, bool(meaning)),
         "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
         f"micro-batches{shares}",
+        "cause_alone": alone,
     }
 
 
@@ -278,7 +281,7 @@ def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
     if factor.startswith("1/"):
         divided = "each rank divides its sum by the count of the global batch instead of its own, or "
         return (divided if counts_ranks else "") + (
-            "the loss is divided once too often (gradient accumulation, number of ranks or rows)"
+            "the loss is divided once too often (by the number of micro-batches, ranks or rows)"
         )
     summed = "the ranks' losses are summed or multiplied by the number of ranks, or "
     return (summed if counts_ranks else "") + "each rank sums over its rows while the reference takes the mean"
