@@ -122,7 +122,8 @@ def run_recurrent_layers() -> list[float]:
             out = layer(x)[0]
             out.pow(2).sum().backward()
             with torch.inference_mode():
-                assert torch.equal(layer(x)[0], out)
+                # The CPU may use another kernel where nothing trains: on AMD it rounds otherwise.
+                torch.testing.assert_close(layer(x)[0], out, rtol=0, atol=1e-6)
             made.append(
                 [tensor.detach().cpu().clone() for tensor in (out, x.grad, *(p.grad for p in layer.parameters()))]
             )

@@ -5,10 +5,12 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -242,14 +244,12 @@ def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folde
 
 
 def finish_saving() -> None:
-    """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits.
-
-    Executors take no work any more afterwards.
-    """
+    """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits."""
     doing("waiting for what save() left running")
     left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
-    for end_executors in reversed(threading._threading_atexits) if left else ():  # type: ignore[attr-defined]
-        end_executors()  # the workers of an executor end only when the interpreter says that it ends
+    # The workers of an executor end only when it is shut down, which nobody does for one that nobody holds.
+    for executor in [one for one in gc.get_objects() if isinstance(one, Executor)] if left else []:
+        executor.shutdown()
     for one in left:
         one.join()
 
