@@ -13,14 +13,19 @@ FAMILIES = ("structure", "values", "tying", "training", "checkpoint")
 """Families of checks whose findings may or may not be due to several ranks."""
 OF_RANKS = frozenset({"same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "dcp_reshards"})
 """Checks of these families that compare ranks or worlds, so that a world of one rank proves nothing."""
+LOADING = "the code that builds the model and loads its weights"
+EXPORTING = "state_dict() and its hooks"
 COMPARE = {
     "structure": "the configs and the code that builds the model",
-    "values": "the code that builds the model and loads its weights",
-    "tying": "the code that builds the model and loads its weights",
+    "values": LOADING,
+    "tying": LOADING,
     "training": "the forward, the loss and the step",
     "checkpoint": "save() and resume()",
+    "load_is_repeatable": LOADING,
+    "state_dict_names_clean": EXPORTING,
+    "full_state_dict_exports": EXPORTING,
 }
-"""Family -> where the cause is, if one rank is enough for the finding."""
+"""Check or family -> where the cause is, if one rank is enough for the finding."""
 
 
 def may_be_due_to_ranks(check: Check) -> bool:
@@ -36,7 +41,8 @@ def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[Smaller
     if found is None:
         start = f"not known: {alone.problem}" if alone.problem else ""
     elif found:
-        compare = "" if finding.origin else f", so not in the sharding: compare {COMPARE[check.family]}"
+        place = COMPARE.get(check.id, COMPARE[check.family])
+        compare = "" if finding.origin else f", so not in the sharding: compare {place}"
         start = f"a world of one rank fails as well{compare}"
     else:
         start = f"a world of one rank passes{_describe_dimensions(check, finding, others)}"
