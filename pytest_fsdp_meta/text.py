@@ -10,6 +10,7 @@ from itertools import product
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
 """A number between separators; not ``007``, which would be written back as 7."""
 QUANTITY = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
+OCCASION = re.compile(r" of (?:another|the second) load\b|, called as \w+\([^)]*\)")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tab and newline: a terminal obeys them, and XML and JSON readers refuse them."""
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -36,6 +37,11 @@ def first_line(error: BaseException | str, width: int = 160) -> str:
 def without_numbers(text: str) -> str:
     """Return the text with "#" for each number: two texts that differ only in numbers become the same."""
     return QUANTITY.sub("#", text)
+
+
+def without_occasion(text: str) -> str:
+    """Return an error in one line without the load and the call in which it occurred: it is the same in any of them."""
+    return OCCASION.sub("", text)
 
 
 def escape_controls(text: str, keep: str = "") -> str:

@@ -22,7 +22,7 @@ from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
-from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.text import first_line, without_occasion
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, judge_smaller_worlds, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import LeaseError, WorldSpec
 
@@ -239,8 +239,8 @@ class LoaderItem(CheckItem, pytest.Function):
 
     def _error_outcome(self, subject: str, run: LoaderRun, line: FailureLine, detail: str) -> Outcome:
         """Describe an error in full for the first item of the loader that has it, in one line for the others."""
-        first_item = run.reported_by.setdefault(detail, self.name)
         summary = line.message
+        first_item = run.reported_by.setdefault(without_occasion(summary), self.name)
         if first_item != self.name:
             message = f"{self.check}: same error as {first_item}: {summary}"
             return Outcome("error", message, reason=summary, line=line, repeats=True)

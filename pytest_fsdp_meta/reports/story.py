@@ -10,7 +10,7 @@ from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_
 from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
 from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
 from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, origins
-from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers, without_occasion
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
 MOST_STARTS = 2
@@ -112,7 +112,7 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
         # Without a cause, only failures of one check are surely the same problem.
         check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
-        key = kind, cause if kind == FINDING else without_numbers(cause), remedy, check
+        key = kind, cause if kind == FINDING else without_numbers(without_occasion(cause)), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
