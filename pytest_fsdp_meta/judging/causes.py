@@ -198,7 +198,7 @@ _IN_PART: Explanation = {
 _SHUFFLED = either(
     "it has the right values in another order: ",
     "rows, halves (gate and up), heads (rotary layouts) or experts were reordered or transposed",
-    "it was sliced along another dim than its placement",
+    "it was sliced along another dim than its placement, or its rows were reordered for another number of ranks",
     f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
 )
 SWAPPED = either(

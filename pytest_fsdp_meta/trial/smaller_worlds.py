@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
@@ -35,15 +35,23 @@ def judge_smaller_worlds(
     ]
     if not failed or not wide or spec.simulated:
         return evidence
+    # With all that is saved there: a save without the optimizer is another one.
+    families = {catalogue[id].family for id in failed} & {"checkpoint"}
+    wanted = catalogue.observations({*failed, *(id for id in checks if catalogue[id].family in families)})
     with trial.timing("smaller worlds"):
-        worlds = [_judge_along((), trial, loader, catalogue, failed)]
+        worlds = [_judge_along((), trial, loader, catalogue, failed, wanted)]
         if len(wide) > 1 and worlds[0].passed:
-            worlds += [_judge_along((name,), trial, loader, catalogue, worlds[0].passed) for name in wide]
+            worlds += [_judge_along((name,), trial, loader, catalogue, worlds[0].passed, wanted) for name in wide]
     return replace(evidence, smaller=tuple(worlds))
 
 
 def _judge_along(
-    dims: Sequence[str], trial: Trial, loader: Call, catalogue: Catalogue, checks: Sequence[str]
+    dims: Sequence[str],
+    trial: Trial,
+    loader: Call,
+    catalogue: Catalogue,
+    checks: Sequence[str],
+    wanted: Collection[str],
 ) -> SmallerWorld:
     mesh = {name: size if name in dims else 1 for name, size in trial.spec.mesh.items()}
     seen = tuple((name, mesh[name]) for name in dims)
@@ -53,7 +61,7 @@ def _judge_along(
     selection = Selection(frozenset(checks))
     smaller = Trial(spec, trial.engine, trial.steps, trial.tolerance, trial.listener, selection)
     try:
-        evidence = smaller.observe(loader, catalogue.observations(checks))
+        evidence = smaller.observe(loader, wanted)
     except LoaderFailed as failure:
         return SmallerWorld(seen, problem=f"in {describe_size(spec)}, {failure.summary}")
     verdicts = {id: judge(catalogue[id], evidence, catalogue, selection) for id in checks}

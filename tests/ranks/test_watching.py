@@ -460,6 +460,17 @@ def test_buffers_count_as_own_storages():
     assert find_peaks([Change(0, 4000, 4)] * 2, nn.Module()).beyond == 8000
 
 
+def test_the_state_of_an_optimizer_is_not_the_model():
+    """torch creates it by a step with gradients of zero: the shards twice, their gradients and two moments."""
+    model = nn.Linear(10, 100, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert find_peaks([Change(0, 4000, 4)] * 5, model, optimizer).beyond == 12000, "nothing has stepped"
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert find_peaks([Change(0, 4000, 4)] * 5, model, optimizer).beyond == 0
+    assert find_peaks([Change(0, 4000, 4)] * 6, model, optimizer).beyond == 4000
+
+
 def test_what_is_on_the_device_counts_but_not_for_the_host():
     model = nn.ParameterList([torch.empty(8), torch.empty(8)])
     on_device = Change(0, 32, 4, on_host=False)

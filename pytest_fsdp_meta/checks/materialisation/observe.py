@@ -102,7 +102,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
         describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
         unknown_operators=tuple(sorted(recorder.unknown)) if recorder else (),
-        memory=peak.facts(subject.model) if peak else None,
+        memory=peak.facts(subject.model, built_optimizer(subject)) if peak else None,
     )
 
 

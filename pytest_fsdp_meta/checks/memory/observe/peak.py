@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.memory.facts import COPIES, RankMemory
 from pytest_fsdp_meta.ranks.adapters.dtensor import own_memory
 from pytest_fsdp_meta.ranks.inventory import unwrapped
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.mapped import MappedFiles
 from pytest_fsdp_meta.ranks.torch_private import operator_name
 from pytest_fsdp_meta.ranks.watching import tensors_in
@@ -148,9 +150,17 @@ def noting_resizes(meter: Meter) -> Iterator[None]:
         torch.UntypedStorage.resize_ = resize
 
 
-def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
-    """Return the peaks of the memory that a loader held for this model, on the host and on the device together."""
-    whole, shards = _count_sizes(model)
+def find_peaks(changes: Iterable[Change], model: Module, optimizer: Optimizer | None = None) -> RankMemory:
+    """Return the peaks of the memory that a loader held for this model, on the host and on the device together.
+
+    Besides its shards, the state of the ``optimizer`` that it returns explains memory, with the gradients of the step
+    that created it: torch steps an optimizer once to load its state.
+    """
+    whole, shards = Counter(tensor.numel() for tensor in _non_empty_parameters(model)), _count_shards(model)
+    states = [value for part in parts_of_optimizer(optimizer) for value in part.state.values()] if optimizer else []
+    explained = Counter({size: COPIES * number for size, number in shards.items()})
+    explained += _count_storages(value for state in states for value in state.values() if isinstance(value, Tensor))
+    explained += shards if states else Counter()
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _non_empty_parameters(model))
     peaks = RankMemory(0)
     alive = host = held_whole = beyond = 0
@@ -162,7 +172,7 @@ def find_peaks(changes: Iterable[Change], model: Module) -> RankMemory:
             host += change * size if on_host else 0
             # No more storages count as whole parameters than the model has parameters of this size.
             held_whole += size // width * _step(elements, size // width, change, whole[size // width])
-            beyond += change * size - size * _step(sizes, size, change, COPIES * shards[size])
+            beyond += change * size - size * _step(sizes, size, change, explained[size])
         peaks = RankMemory(
             host=max(peaks.host, host),
             whole=max(peaks.whole, held_whole),
@@ -199,17 +209,18 @@ def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
     return min(counts[size], limit) - before
 
 
-def _count_sizes(model: Module) -> tuple[Counter[int], Counter[int]]:
-    """Return the number of parameters by elements, and the number of this rank's storages by bytes.
+def _count_shards(model: Module) -> Counter[int]:
+    """Return the number of this rank's storages by bytes.
 
-    The storages include buffers, which are whole on every rank: a mask may be larger than all weights.
+    They include buffers, which are whole on every rank: a mask may be larger than all weights.
     """
-    whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
-    local = tensors_in([own_memory(tensor) for tensor in (*_non_empty_parameters(model), *unwrapped(model).buffers())])
-    storages = {
-        storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in local if not t.is_meta)
-    }
-    return whole, Counter(storages.values())
+    return _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
+
+
+def _count_storages(tensors: Iterable[Tensor]) -> Counter[int]:
+    local = tensors_in([own_memory(tensor) for tensor in tensors])
+    storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
+    return Counter({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _non_empty_parameters(model: Module) -> list[Tensor]:
@@ -247,11 +258,11 @@ class Peak:
         if self._accelerator is not None:
             self._device_peak = self._accelerator.max_memory_allocated(self._device) - self._before
 
-    def facts(self, model: Module) -> RankMemory:
-        """Return the peaks and the timeline of the block that built ``model``."""
+    def facts(self, model: Module, optimizer: Optimizer | None) -> RankMemory:
+        """Return the peaks and the timeline of the block that built ``model`` and the optimizer, if it built one."""
         changes = self.meter.changes
         timeline = make_timeline(list(changes), self.meter.times, self._began)
-        return replace(find_peaks(changes, model), device=self._device_peak, timeline=timeline)
+        return replace(find_peaks(changes, model, optimizer), device=self._device_peak, timeline=timeline)
 
 
 def _allocate_workspaces(device: torch.device) -> None:

@@ -321,7 +321,8 @@ _DIFFERENT = either(
     "the forward is correct and the backward is not: ",
     "a hook or a custom backward changes the gradient, or activation checkpointing recomputes with other random "
     "numbers",
-    "the gradient is reduced over too few ranks, or counts some rows twice",
+    "the gradient is reduced over too few ranks or twice, or a part of it, such as an auxiliary loss's, is scaled by "
+    "their number",
     "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
 )
 _ON_SOME_RANKS: Explanation = {

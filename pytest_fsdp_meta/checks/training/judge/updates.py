@@ -42,6 +42,14 @@ _SETTINGS = either(
     "of ranks (1 for the reference)",
     "compare the optimizer's groups and their settings with the reference's, by parameter name",
 )
+_STEP = either(
+    "the settings of the parameter's group are the reference's: ",
+    "the optimizer computes its step otherwise, from another state or by another number of steps",
+    "the optimizer computes on each rank's shard what needs the whole tensor, such as its norm, its mean or an "
+    "orthogonal matrix",
+    "compare the optimizer's state and step with the reference's; compute norms and matrices of whole tensors over the "
+    "ranks that shard them",
+)
 
 
 @training_check(
@@ -105,7 +113,8 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
             if factor and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
-            explanation = explanation or explain_hooks_left_out(view) or _SETTINGS
+            explanation = explanation or explain_hooks_left_out(view)
+            explanation = explanation or (_STEP if _knows_settings(view, runs, name, ranks) else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
 
 
@@ -142,6 +151,12 @@ def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks
                 "depends on the number of ranks outside of the function",
             }
     return {}
+
+
+def _knows_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
+    """Return whether the settings of the parameter's group are known on these ranks and in the reference."""
+    held = [facts.settings.get(name) if (facts := runs[rank].optimizer) is not None else None for rank in ranks]
+    return bool(view.reference.settings.get(name)) and all(held)
 
 
 def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
