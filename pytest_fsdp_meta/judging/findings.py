@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
 
@@ -65,6 +65,11 @@ class Finding:
     cause_alone: str = ""
     cause_sharded: str = ""
     """The cause to show where a world of one rank fails as well, or passes; empty where that makes no difference."""
+
+    def explained_by(self, explanation: Explanation) -> Finding:
+        """Return the finding with this explanation in place of its own."""
+        bare = replace(self, cause="", remedy="", cause_alone="", cause_sharded="")
+        return replace(bare, **explanation)
 
     @property
     def failed_tensors(self) -> tuple[str, ...]:

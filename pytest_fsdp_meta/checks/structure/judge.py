@@ -162,7 +162,8 @@ def names_match_reference(view: View) -> Iterable[Finding]:
         yield Finding(name, ranks, actual, "absent, as in the reference", **_explain_bias(name, ours, reference))
     for name in filter(view.judgeable, missing):
         expected = f"a {reference[name].kind}, as in the reference"
-        yield Finding(name, ranks, "missing", expected, **_explain_bias(name, ours, reference))
+        explanation = _explain_bias(name, ours, reference) or (_IN_NO_STAGE if view.evidence.subject.stages else {})
+        yield Finding(name, ranks, "missing", expected, **explanation)
     if view.reference.complete:  # checkpoints do not distinguish parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
             if name in reference:
@@ -205,6 +206,10 @@ def _explain_bias(name: str, ours: Container[str], reference: Container[str]) ->
     return _BIAS if name.endswith("bias") and weight in ours and weight in reference else {}
 
 
+_IN_NO_STAGE: Explanation = {
+    "cause": "no stage of the pipeline builds it: the ranges of layers leave it out, or end before it",
+    "remedy": "let the first layer of each stage follow the last one of the stage before",
+}
 _BIAS: Explanation = {
     "cause": "a bias that the config disables is registered as a parameter anyway, or the reverse",
     "remedy": "call register_parameter(name, None) for a disabled bias",

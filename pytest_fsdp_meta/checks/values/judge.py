@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
@@ -239,7 +238,8 @@ def _explained_by_frequencies(found: Sequence[Finding]) -> Iterator[Finding]:
     for finding in found:
         source = sources.get(_module_of(finding), finding)
         is_table = re.search(r"(^|_)(cos|sin)(_|$)", str(finding.tensor).rpartition(".")[2])
-        yield replace(finding, cause=source.cause, remedy=source.remedy) if is_table else finding
+        cause: Explanation = {"cause": source.cause, "remedy": source.remedy}
+        yield finding.explained_by(cause) if is_table else finding
 
 
 def _module_of(finding: Finding) -> str:

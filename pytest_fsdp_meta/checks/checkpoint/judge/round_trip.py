@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
@@ -281,9 +280,9 @@ def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Co
         yield Finding(None, over.ranks, f"loading the checkpoint in {where} raises {over.refused}", "", **_LEFT)
     for name, pairs in view.comparisons(over.comparisons, right).items():
         if cases := [(rank, c) for rank, c in pairs if not c.equal]:
-            yield replace(_moved(name, "", cases, where), **_LEFT)
+            yield _moved(name, "", cases, where).explained_by(_LEFT)
     for finding in _moved_state(view, over, where):
-        yield replace(finding, **_LEFT)
+        yield finding.explained_by(_LEFT)
 
 
 _LEFT: Explanation = {

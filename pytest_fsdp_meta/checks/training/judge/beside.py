@@ -71,7 +71,8 @@ def beside_parity(view: View) -> Iterable[Finding]:
 def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[int, Comparison]]) -> Iterator[Finding]:
     still = tuple(rank for rank, c in pairs if c.measure is not None and c.measure.truth and not c.measure.actual)
     if still and any(limits.exceeded(rank, c) for rank, c in pairs):
-        yield Finding(name, still, "does not move", "updated after each step", **_NEVER_UPDATED)
+        explanation = _NEVER_UPDATED if len(still) == len(pairs) else _UPDATED_ON_SOME
+        yield Finding(name, still, "does not move", "updated after each step", **explanation)
         return
     without = tuple(rank for rank in range(len(view.evidence.training or ())) if rank not in dict(pairs))
     if without:
@@ -159,6 +160,10 @@ def _scaled(noise: TensorNoise, measure: Measure, update: Measure) -> TensorNois
 _ON_SOME_RANKS: Explanation = {
     "cause": "some ranks build no object, or its state_dict() is empty there",
     "remedy": "build and save it on every rank, each with its own shards",
+}
+_UPDATED_ON_SOME: Explanation = {
+    "cause": "the other ranks update it and these do not: code that depends on the rank, such as rank 0's alone",
+    "remedy": "update it on every rank: each holds a shard of the weights that it averages",
 }
 _NEVER_UPDATED: Explanation = {
     "cause": "nothing updates it: train_step has a parameter beside and leaves it alone, or it averages a copy of the "

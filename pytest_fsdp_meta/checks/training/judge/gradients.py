@@ -71,8 +71,9 @@ def grad_parity(view: View) -> Iterable[Finding]:
         departing = {finding.tensor for finding in found if finding.tensor}
         agreeing = describe_first_departure(view, runs, departing)
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
-        explained = _TIED_OVER_STAGES if departing and departing <= view.tied_over_stages else {}
-        yield from (replace(finding, origin=origin, step=0, **explained) for finding in found)
+        if departing and departing <= view.tied_over_stages:
+            found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
+        yield from (replace(finding, origin=origin, step=0) for finding in found)
     else:
         bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
         by_author = "clip_grad_norm" in view.evidence.subject.declared  # perhaps by another norm
