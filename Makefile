@@ -17,7 +17,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed lightning peft torchao torchtitan torchtune trainer verl
 
-.PHONY: help conformance test slow nightly lint check wheel downstream matrix field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow nightly lint check wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -37,6 +37,7 @@ help:
 	@echo "make wheel        build the distribution into dist and check its contents"
 	@echo "make downstream   run examples/downstream in a new environment with that wheel"
 	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
+	@echo "make causes       compare what is said of each defect with its true cause, by the grades in conformance/causes.json"
 	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: docs/field.md"
 	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
 	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
@@ -147,6 +148,10 @@ format: .venv/installed
 	$(RAY)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RAY)/python -m pip install --quiet -c constraints.txt -e '.[test,ray]'
 	@touch $@
+
+# Fails if a cause that is named is wrong, or has to be graded by reading because what is said has changed.
+causes: .venv/installed
+	$(BIN)/python -m conformance.causes
 
 # Every loader judged by every check, as JSON, Markdown and SVG.
 matrix: .venv/installed

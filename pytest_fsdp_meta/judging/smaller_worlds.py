@@ -9,27 +9,31 @@ from pytest_fsdp_meta.evidence import SmallerWorld
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Check
 
-FAMILIES = ("structure", "values", "tying", "training", "checkpoint")
+FAMILIES = ("structure", "values", "training", "checkpoint")
 """Families of checks whose findings may or may not be due to several ranks."""
-OF_RANKS = frozenset({"same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "dcp_reshards"})
-"""Checks of these families that compare ranks or worlds, so that a world of one rank proves nothing."""
+EXCEPT = frozenset(
+    {
+        # They compare ranks or worlds, so that a world of one rank proves nothing.
+        *("same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "dcp_reshards"),
+        # What they find says where it comes from.
+        *("dtypes_match_reference", "requires_grad_matches_reference", "parameter_attributes_kept"),
+        *("optimizer_owns_parameters", "state_dict_names_clean"),
+    }
+)
 LOADING = "the code that builds the model and loads its weights"
-EXPORTING = "state_dict() and its hooks"
 COMPARE = {
     "structure": "the configs and the code that builds the model",
     "values": LOADING,
-    "tying": LOADING,
     "training": "the forward, the loss and the step",
     "checkpoint": "save() and resume()",
     "load_is_repeatable": LOADING,
-    "state_dict_names_clean": EXPORTING,
-    "full_state_dict_exports": EXPORTING,
+    "full_state_dict_exports": "state_dict() and its hooks",
 }
 """Check or family -> where the cause is, if one rank is enough for the finding."""
 
 
 def may_be_due_to_ranks(check: Check) -> bool:
-    return check.built_in and check.family in FAMILIES and check.id not in OF_RANKS
+    return check.built_in and check.family in FAMILIES and check.id not in EXCEPT
 
 
 def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[SmallerWorld]) -> Finding:
