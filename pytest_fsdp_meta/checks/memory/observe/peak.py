@@ -258,7 +258,7 @@ class Peak:
         if self._accelerator is not None:
             self._device_peak = self._accelerator.max_memory_allocated(self._device) - self._before
 
-    def facts(self, model: Module, optimizer: Optimizer | None) -> RankMemory:
+    def facts(self, model: Module, optimizer: Optimizer | None = None) -> RankMemory:
         """Return the peaks and the timeline of the block that built ``model`` and the optimizer, if it built one."""
         changes = self.meter.changes
         timeline = make_timeline(list(changes), self.meter.times, self._began)
