@@ -35,9 +35,9 @@ def judge_smaller_worlds(
     ]
     if not failed or not wide or spec.simulated:
         return evidence
-    # With all that is saved there: a save without the optimizer is another one.
-    families = {catalogue[id].family for id in failed} & {"checkpoint"}
-    wanted = catalogue.observations({*failed, *(id for id in checks if catalogue[id].family in families)})
+    # What is saved depends on what else is observed: a model that has not trained, or without an optimizer.
+    saving = any(catalogue[id].family == "checkpoint" for id in failed)
+    wanted = catalogue.observations(checks if saving else failed)
     with trial.timing("smaller worlds"):
         worlds = [_judge_along((), trial, loader, catalogue, failed, wanted)]
         if len(wide) > 1 and worlds[0].passed:
