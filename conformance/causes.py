@@ -8,8 +8,8 @@ kit says of it, and a grade given by reading both:
 * "vague": what is said fits the true cause and many others
 * "wrong": what is said would send the author elsewhere
 
-A run says each defect again. Where that changes, the grade goes, and has to be given anew: the run then fails, as it
-does with a wrong cause or fewer than ``ENOUGH`` that are right or near.
+A run judges each defect again. If the text changes, its grade is removed and the run fails until somebody grades it. It
+also fails with a wrong cause, or with fewer than ``ENOUGH`` that are right or near.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class SubjectFacts:
     drawn: tuple[str, ...] = ()
     """Tensors that the loader draws instead of loading."""
     drawn_rows: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
-    """Those of them of which it draws some rows (dim 0) only, with the start and stop of a slice of these."""
+    """The drawn tensors whose other rows are loaded, each with the start and stop of its drawn rows (dim 0)."""
     on_some_ranks: tuple[str, ...] = ()
     """Tensors that some ranks may lack."""
     stages: tuple[tuple[int, ...], ...] = ()

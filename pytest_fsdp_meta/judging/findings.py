@@ -72,6 +72,15 @@ class Finding:
         return replace(bare, **explanation)
 
     @property
+    def explanation(self) -> Explanation:
+        return {
+            "cause": self.cause,
+            "remedy": self.remedy,
+            "cause_alone": self.cause_alone,
+            "cause_sharded": self.cause_sharded,
+        }
+
+    @property
     def failed_tensors(self) -> tuple[str, ...]:
         """The tensors that later checks skip: ``condemns`` or its default."""
         return self.condemns or ((self.tensor,) if self.tensor else ())

@@ -117,7 +117,7 @@ class ObservationRun(TableRun):
         )[0]
 
     def _compare_with_reference(self) -> tuple[tuple[Comparison, ...], ...]:
-        # Where the reference itself writes nothing, there are no rows to compare with.
+        # The reference itself never writes these tensors, so none of their rows can be compared.
         rows = dict(self.subject.drawn_rows) | dict.fromkeys(self._unwritten_draws, (None, None))
         return tuple(run_on(self.world, on_ranks.values.observe_values, self._reference_path, None, rows))
 

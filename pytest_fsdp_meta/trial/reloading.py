@@ -84,7 +84,7 @@ class Reloading(TableRun):
     _recorded: Recorded = field(default_factory=Recorded)
     """What each rank has recorded of what it saved with its optimizer."""
     _stateless: tuple[str, ...] = ()
-    """The trainable parameters without a gradient, of which the optimizer has no state to save."""
+    """The trainable parameters without a gradient: the optimizer has no state for them to save."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 

@@ -349,7 +349,7 @@ def test_another_shape_than_the_reference(name, shape):
 def test_a_whole_tensor_that_is_taken_for_a_part():
     evidence = change(healthy(), MIDDLE, shape=(12, 4), local_shape=(6, 4))
     assert {finding.cause for finding in verdict(SHAPES, evidence).findings} == {
-        "each rank holds the whole tensor, and DTensor.from_local was told that it is the rank's part"
+        "each rank passed the whole tensor to DTensor.from_local as if it were the rank's part"
     }
 
 

@@ -38,7 +38,7 @@ class RankSaved:
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
     The author's save() itself changes the values of the parameters ``moved``, and within rounding those of the tensors
-    ``rounded``, of which ``tensors`` has the values after it.
+    ``rounded``: for the latter, ``tensors`` has the values after save().
     """
 
     tensors: Mapping[str, str]

@@ -92,7 +92,7 @@ def _disagreements(view: View, facts: list[tuple[int, TensorFacts]]) -> Iterator
 
 
 def _explain_uneven_cut(view: View, tensor: TensorFacts, shape: tuple[int, ...], other: tuple[int, ...]) -> Explanation:
-    """Explain a parameter of which ranks have different sizes along one dim, over a dimension that splits the model."""
+    """Explain a parameter whose size along one dim differs between ranks, over a dimension that splits the model."""
     dims = [dim for dim in _dims_beyond(view, [tensor]) if splits_model(dim)]
     one = len(shape) == len(other) and sum(map(ne, shape, other)) == 1
     return _by_hand(view, dims) if one and dims and tensor.kind == "parameter" and not tensor.sharded_by else {}
@@ -278,7 +278,7 @@ def _compare_shape(tensor: TensorFacts, shape: tuple[int, ...], by_hand: Explana
 
 
 _WHOLE_AS_PART: Explanation = {
-    "cause": "each rank holds the whole tensor, and DTensor.from_local was told that it is the rank's part",
+    "cause": "each rank passed the whole tensor to DTensor.from_local as if it were the rank's part",
     "remedy": "pass the rank's part to DTensor.from_local, or the placement Replicate()",
 }
 

@@ -238,8 +238,7 @@ def _explained_by_frequencies(found: Sequence[Finding]) -> Iterator[Finding]:
     for finding in found:
         source = sources.get(_module_of(finding), finding)
         is_table = re.search(r"(^|_)(cos|sin)(_|$)", str(finding.tensor).rpartition(".")[2])
-        cause: Explanation = {"cause": source.cause, "remedy": source.remedy}
-        yield finding.explained_by(cause) if is_table else finding
+        yield finding.explained_by(source.explanation) if is_table else finding
 
 
 def _module_of(finding: Finding) -> str:

@@ -247,7 +247,7 @@ def finish_saving() -> None:
     """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits."""
     doing("waiting for what save() left running")
     left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
-    # The workers of an executor end only when it is shut down, which nobody does for one that nobody holds.
+    # Idle workers of an executor that somebody still holds end only when it is shut down, as at the interpreter's exit.
     for executor in [one for one in gc.get_objects() if isinstance(one, Executor)] if left else []:
         executor.shutdown()
     for one in left:

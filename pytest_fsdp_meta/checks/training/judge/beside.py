@@ -111,7 +111,7 @@ def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
 
 
 FOLLOWED = 0.1
-"""Share of the elements that move in the parameters: an average of which fewer move stands still."""
+"""Share of the elements that move in the parameters: an average in which fewer move stands still."""
 _KEEP_FLOAT = "keep it in float32, and cast it where it is evaluated or exported"
 _HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
 
