@@ -70,7 +70,7 @@ class Verdict:
     of a check that passed, what else is to be known.
     ``unjudged`` maps each more basic check to the tensors that already failed it and were therefore left out here.
     ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
-    all of them.
+    all of them. ``ties`` has the names that are one parameter on all ranks.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
     release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
@@ -84,6 +84,7 @@ class Verdict:
     detail: str = ""
     unjudged: dict[str, tuple[str, ...]] = field(default_factory=dict)
     model: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ties: frozenset[frozenset[str]] = frozenset()
     why: str = ""
 
 
@@ -155,7 +156,8 @@ def _judge(check: Check, run: _Run) -> Verdict:
         if not findings:
             return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
     if findings:
-        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=_by_kind(evidence))
+        model, ties = _by_kind(evidence), _ties(evidence)
+        return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
         reason = f"{PASSED_IN_PART}; {describe_left_out(view.left_out)}"
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
@@ -174,6 +176,11 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     tensors = [tensor for rank in evidence.inventory for tensor in rank.tensors]
     return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
+
+
+def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:
+    by_rank = [frozenset(map(frozenset, rank.ties())) for rank in evidence.inventory]
+    return frozenset.intersection(*by_rank) if by_rank else frozenset()
 
 
 def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> Verdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -82,13 +82,15 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
     others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
+    loaded, counted = _loaded_state(optimizer, parameters) if built_optimizer(subject) else (frozenset[str](), 0.0)
     return OptimizerFacts(
         kind=_describe_kind(optimizer, subject),
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
         settings=settings_of(optimizer, model),
-        loaded=frozenset(_names_with_loaded_state(optimizer, parameters)) if built_optimizer(subject) else frozenset(),
+        loaded=loaded,
+        counted=counted,
     )
 
 
@@ -112,13 +114,26 @@ def _as_plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _names_with_loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """Yield the trainable parameters with state that the optimizer's constructor does not create."""
+def _loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> tuple[frozenset[str], float]:
+    """Return the trainable parameters with state that the optimizer's constructor does not create, and steps counted.
+
+    If that state is nothing but the same count of steps beside moments that are zero, no step has seen a gradient: no
+    parameters are returned, and the count.
+    """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    names: list[str] = []
+    counts: set[float] = set()
     for name, parameter in parameters:
         state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
-        if parameter.requires_grad and any(_is_loaded(value, parameter, group) for value in state.values()):
-            yield name
+        kept = [value for value in state.values() if _is_loaded(value, parameter, group)]
+        if parameter.requires_grad and kept:
+            names.append(name)
+            empty = any(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
+            numbers = [float(value) for value in kept if not isinstance(value, Tensor) or not value.ndim]
+            counts.add(numbers[0] if empty and len(numbers) == len(kept) == 1 else 0.0)
+    if len(counts) == 1 and 0.0 not in counts:
+        return frozenset(), counts.pop()
+    return frozenset(names), 0.0
 
 
 def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
@@ -131,7 +146,7 @@ def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
     local = local_part(value)
     if local.is_meta or not local.numel():
         return False
-    options = [option for option in group.values() if isinstance(option, (int, float))]
+    options = [option for option in group.values() if isinstance(option, (int, float)) and option is not True]
     created = [0.0, *(options if value.shape == parameter.shape and local.is_floating_point() else ())]
     try:
         least, most = float(local.min()), float(local.max())

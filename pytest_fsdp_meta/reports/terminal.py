@@ -49,7 +49,7 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
         lines += ["", paragraph("where it starts: ", origin)]
     for (cause, remedy), findings in by_cause(verdict.findings).items():
         advice = [paragraph(label, text) for label, text in (("likely cause: ", cause), ("remedy: ", remedy)) if text]
-        lines += ["", *_describe_findings(findings, verdict.model), *(["", *advice] if advice else [])]
+        lines += ["", *_describe_findings(findings, verdict), *(["", *advice] if advice else [])]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]
     if verdict.reason:
@@ -122,7 +122,7 @@ def group_similar(findings: Iterable[Found], but_numbers: bool = False) -> list[
     return list(groups.values())
 
 
-def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
+def _describe_findings(findings: Sequence[Finding], verdict: Verdict) -> list[str]:
     """Return one line for each set of similar tensors with the same mismatch on the same ranks.
 
     Where that takes many lines, a mismatch that differs only in its numbers counts as the same.
@@ -130,29 +130,34 @@ def _describe_findings(findings: Sequence[Finding], model: Mapping[str, frozense
     groups = group_similar(findings)
     if len(groups) > MOST_ALIKE:
         groups = group_similar(findings, but_numbers=True)
-    lines = [line for group in groups for line in _describe_group(group, model)]
+    lines = [line for group in groups for line in _describe_group(group, verdict)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
         lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'more line')}"]
     return lines
 
 
-def _describe_group(group: Sequence[Finding], model: Mapping[str, frozenset[str]]) -> list[str]:
+def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
     ranks, mismatch = name_ranks(group[0].ranks), describe_mismatch(group[0])
     if group[0].tensor is None:
         distinct = dict.fromkeys(finding.detail for finding in group)
         return [f"  the model, {ranks}: {mismatch}" + (f" ({detail})" if detail else "") for detail in distinct]
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
-    names = _fold_tensors(list(details), model)
+    names = _fold_tensors(list(details), verdict.model)
     if any(describe_mismatch(finding) != mismatch for finding in group):
         first = next(iter(details))
         detail = "; ".join(filter(None, [details[first], "with other numbers for the others"]))
         return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({first}: {detail})"]
-    lines = []
+    lines, told = [], set[str]()
     for folded, name in names.items():
         detail = details[name]
         where = "" if name == folded or not detail else f"{name}: "
-        lines.append(f"  {folded}, {ranks}: {mismatch}" + (f" ({where}{detail})" if detail else ""))
+        same = next((tie - {name} for tie in verdict.ties if folded in tie), frozenset[str]())
+        also = [other for other in names if other in same and details[other] == detail]
+        tied = f" (also {', '.join(also)}, tied to it)" if also else ""
+        if name not in told:
+            lines.append(f"  {folded}{tied}, {ranks}: {mismatch}" + (f" ({where}{detail})" if detail else ""))
+        told.update(also)
     return lines
 
 

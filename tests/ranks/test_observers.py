@@ -221,7 +221,8 @@ def test_fingerprints_show_numbers_and_dtypes():
 @pytest.mark.parametrize(
     ("make", "state", "loaded"),
     [
-        (torch.optim.AdamW, {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)}, {"weight"}),
+        (torch.optim.AdamW, {"step": torch.tensor(50.0), "exp_avg": torch.ones(2, 3)}, {"weight"}),
+        (torch.optim.AdamW, {"step": torch.tensor(50.0), "exp_avg": torch.zeros(2, 3)}, set()),
         (torch.optim.AdamW, {"step": 50}, {"weight"}),
         (torch.optim.AdamW, {"exp_avg": torch.arange(6.0).view(2, 3)}, {"weight"}),
         (torch.optim.AdamW, {"exp_avg": torch.full((2, 3), NAN)}, {"weight"}),
@@ -240,6 +241,24 @@ def test_optimizer_state_that_was_loaded(make, state, loaded):
     model.bias.requires_grad_(False)
     assert optimizer_facts(optimizer, Subject(model, optimizer=optimizer)).loaded == loaded
     assert optimizer_facts(optimizer, Subject(model, optimizer=lambda parameters: optimizer)).loaded == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("moments", "counted"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2)), 1.0),
+        ((torch.zeros(2, 3), torch.ones(2)), 0.0),
+        ((torch.zeros(2, 3), None), 1.0),
+    ],
+)
+def test_steps_that_an_optimizer_has_counted_without_gradients(moments, counted):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter, moment in zip(model.parameters(), moments, strict=True):
+        if moment is not None:
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment}
+    facts = optimizer_facts(optimizer, Subject(model, optimizer=optimizer))
+    assert (facts.counted, bool(facts.loaded)) == (counted, not counted)
 
 
 def test_an_optimizer_of_named_parameters_is_rebuilt():

@@ -172,6 +172,16 @@ def test_all_tensors_of_a_kind_are_counted_instead_of_named(findings, expected):
     assert lines(failed(*findings, model=MODEL)) == [f"  {line}" for line in expected]
 
 
+def test_the_names_of_a_tie_share_a_line_if_nothing_else_differs():
+    ties = frozenset({frozenset({"head", "embed", "decoder"})})
+    shown = failed(red("head"), red("embed"), red("norm"), red("decoder", detail="3 of 9"), ties=ties)
+    assert lines(shown) == [
+        f"  head (also embed, tied to it), {ON_BOTH}",
+        f"  norm, {ON_BOTH}",
+        f"  decoder, {ON_BOTH} (3 of 9)",
+    ]
+
+
 def test_all_tensors_of_both_kinds():
     model = {"parameter": frozenset("abcd"), "buffer": frozenset("vwxyz")}
     assert lines(failed(*map(red, "abcdvwxyz"), model=model)) == [

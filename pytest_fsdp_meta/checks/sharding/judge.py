@@ -80,12 +80,21 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
         if all(tensor.ddp for _, tensor in facts):
             replicated += [name] if any(mismatch for _, mismatch in mismatches) else []
         else:
-            yield from view.findings_for(name, _describe_plain(facts, mismatches))
+            found = view.findings_for(name, _describe_plain(facts, mismatches))
+            everywhere = name in subject.on_some_ranks and len(facts) == len(view.evidence.inventory)
+            yield from (finding.explained_by(_ON_EVERY_RANK) for finding in found) if everywhere else found
     if replicated:
         raise NotJudged(
             f"DistributedDataParallel keeps {first_of(replicated)} whole on purpose; name the mesh dimension "
             "dp_replicate to declare it"
         )
+
+
+_ON_EVERY_RANK: Explanation = {
+    "cause": "Subject(on_some_ranks=...) declares that some ranks lack it, as experts of other ranks, and the loader "
+    "creates it on every rank",
+    "remedy": "create only the rank's own parts; or leave it out of on_some_ranks and shard it",
+}
 
 
 def _divided_by_name(view: View, name: str, facts: list[tuple[int, TensorFacts]]) -> bool:

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.evidence import TensorFacts, holding_stages, replicates, s
 from pytest_fsdp_meta.judging.families import structure_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import joined_runs, name_ranks
+from pytest_fsdp_meta.text import joined_runs, name_ranks, without_numbers
 
 MANIFEST = "same_manifest_on_every_rank"
 NAMES = "names_match_reference"
@@ -160,9 +160,12 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     for name in filter(view.judgeable, extra):
         actual = f"present (a {ours[name].kind})"
         yield Finding(name, ranks, actual, "absent, as in the reference", **_explain_bias(name, ours, reference))
+    numbered = {without_numbers(name) for name in view.on_some_ranks}
     for name in filter(view.judgeable, missing):
         expected = f"a {reference[name].kind}, as in the reference"
         explanation = _explain_bias(name, ours, reference) or (_IN_NO_STAGE if view.evidence.subject.stages else {})
+        if without_numbers(name) in numbered:
+            explanation = _GIVEN_TO_NONE
         yield Finding(name, ranks, "missing", expected, **explanation)
     if view.reference.complete:  # checkpoints do not distinguish parameters from buffers
         for name, facts in view.tensors("parameter", "buffer"):
@@ -209,6 +212,10 @@ def _explain_bias(name: str, ours: Container[str], reference: Container[str]) ->
 _IN_NO_STAGE: Explanation = {
     "cause": "no stage of the pipeline builds it: the ranges of layers leave it out, or end before it",
     "remedy": "let the first layer of each stage follow the last one of the stage before",
+}
+_GIVEN_TO_NONE: Explanation = {
+    "cause": "parts of this kind are given to the ranks by their number, and no rank is given this one",
+    "remedy": "give each number to one rank, also where the ranks do not divide them evenly",
 }
 _BIAS: Explanation = {
     "cause": "a bias that the config disables is registered as a parameter anyway, or the reverse",

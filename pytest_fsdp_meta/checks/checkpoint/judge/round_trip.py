@@ -133,6 +133,7 @@ _CHANGED = either(
     promise="saving and loading into a fresh model restores every tensor bit for bit, including empty parameters and "
     "_extra_state",
     needs=["inventory", "saved", "restored"],
+    uses=["continued", "resumed"],
     after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
     cause=_CHANGED["cause"],
@@ -176,11 +177,35 @@ def _not_restored(
         if untouched:
             yield Finding(name, untouched, "not restored: loading does not change it", SAVED, **_UNTOUCHED)
         if others := tuple(rank for rank in ranks if rank not in untouched):
-            yield Finding(name, others, "different values after loading", SAVED, **_CHANGED)
+            owner = _kept_beside(view, {rank: after[rank].tensors[name] for rank in others})
+            explanation = _of_another(owner) if owner else _CHANGED
+            yield Finding(name, others, "different values after loading", SAVED, **explanation)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
         ranks = _changed_on(key, [rank.extra for rank in before], [rank.extra for rank in after])
         if ranks:
             yield Finding(key, ranks, "different state after loading", "the saved state", **_EXTRA_STATE)
+
+
+def _kept_beside(view: View, loaded: Mapping[int, str]) -> str:
+    """Return what is kept beside the model and had the ``loaded`` digest of each rank when saving; "" if nothing had.
+
+    A fingerprint of a tensor ends with the digest of its elements.
+    """
+    saved = view.evidence.continued or ()
+    owners = [
+        {entry.partition(".")[0] for entry, value in saved[rank].beside.items() if value.rpartition(" ")[2] == digest}
+        for rank, digest in loaded.items()
+        if rank < len(saved)
+    ]
+    return min(set.intersection(*owners), default="") if owners else ""
+
+
+def _of_another(owner: str) -> Explanation:
+    return {
+        "cause": f"save() writes what {owner!r} holds in place of the model's weights, or resume() loads that",
+        "remedy": f"save both, the model's weights to train on with and those of {owner!r} to evaluate with, under "
+        "names of their own",
+    }
 
 
 SAVED = "the saved values"

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.checks.values.judge import model_coordinates, replica_sets
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -105,6 +105,14 @@ def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
     return {rank: first for rank, digest in digests if digest != usual}
 
 
+_OTHER_ROWS = either(
+    "",
+    "they are computed at another time of the step, or once more in a forward that activation checkpointing repeats",
+    "they are computed from the rows of some ranks only: one rank's are sent to all, or each rank counts its own",
+    "compute them from the whole batch: reduce over the data-parallel ranks and divide as the reference does",
+)
+
+
 @training_check(
     promise="buffers that training changes (statistics, counters, router biases) change as in the reference",
     uses=["values", "verifier"],
@@ -115,9 +123,8 @@ def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
     ],
     why="Wrong statistics change what the model computes once it is evaluated, and a router's bias which experts it "
     "picks; no gradient shows either.",
-    cause="they are computed from other rows than the reference's, at another time of the step, or once more in a "
-    "forward that activation checkpointing repeats",
-    remedy="compute them from the whole batch: reduce over the data-parallel ranks and divide as the reference does",
+    cause=_OTHER_ROWS["cause"],
+    remedy=_OTHER_ROWS["remedy"],
     references=["pytorch/torchtitan#1593", "leggedrobotics/rsl_rl#226", "NVIDIA/Megatron-LM#7081"],
     tolerance=UPDATE_TOLERANCE,
 )
@@ -178,7 +185,7 @@ def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Case
             change = {"": "another change than the reference's", "0": "no change"}.get(
                 factor, f"{factor} times the reference's change"
             )
-            explanation = _explain_factor(view, runs, name, factor) or explain_hooks_left_out(view)
+            explanation = _explain_factor(view, runs, name, factor) or explain_hooks_left_out(view) or _OTHER_ROWS
             yield Finding(name, ranks, f"{change} {when}", "the same change", "", **explanation)
 
 

@@ -29,6 +29,7 @@ from pytest_fsdp_meta.judging.limits import (
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.text import counted
 
 MOST_PERPENDICULAR = 0.35
 """Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
@@ -111,6 +112,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)
             explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
+            explanation = explanation or _explain_counted(runs, ranks)
             if factor and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
             explanation = explanation or explain_hooks_left_out(view)
@@ -174,6 +176,21 @@ def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int
                     "steps, and declare it in Subject(scheduler=...)",
                 }
     return {}
+
+
+def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
+    """Explain an update by steps that the loader's optimizer has counted without gradients; return {} without any."""
+    optimizers = [runs[rank].optimizer for rank in ranks]
+    counted_by = {optimizer.counted for optimizer in optimizers if optimizer is not None}
+    if counted_by in (set(), {0.0}):
+        return {}
+    steps = counted(round(max(counted_by)), "step")
+    return {
+        "cause": f"the loader's optimizer has counted {steps} before the training, and its moments are zero: a step "
+        "with zero gradients created its state, as torch's get_optimizer_state_dict does, so AdamW corrects the first "
+        "moments as those of a later step",
+        "remedy": "set each step in optimizer.state back to 0 after creating the state, or load a state instead",
+    }
 
 
 def _parse_settings(text: str) -> dict[str, str]:
