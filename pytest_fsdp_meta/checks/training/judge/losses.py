@@ -28,7 +28,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.text import first_of, name_ranks
 
 SAME_FACTOR = 0.1
 """Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
@@ -49,6 +49,11 @@ CHANCE = 0.1
 )
 def loss_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
+    silent = tuple(rank for rank, run in enumerate(runs) if not any(run.losses))
+    if view.evidence.subject.stages and 0 < len(silent) < len(runs):
+        where = name_ranks(rank for rank in range(len(runs)) if rank not in silent)
+        yield Finding(None, silent, "loss 0 in every step", f"that of {where}", **_ON_ONE_STAGE)
+        return
     expected, actual = view.reference.losses or (), global_losses(view.evidence)
     limits = loss_limits(view)
     wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
@@ -130,6 +135,10 @@ def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, ot
     )
 
 
+_ON_ONE_STAGE: Explanation = {
+    "cause": "one stage of the pipeline computes the loss, and train_step returns 0 on the others",
+    "remedy": "send it to the other stages before returning it: dist.broadcast(loss, group=..., group_src=...)",
+}
 _DIVERGED: Explanation = {
     "cause": "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a "
     "tensor-parallel layer does not reduce its output",
