@@ -62,13 +62,12 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
     yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
-    copies = dict.fromkeys(entry for run in before for entry in run.copies)
-    for entry in copies:
+    rebuilt = ((rank, entry) for rank, pair in pairs for entry in pair[0].copies if _is_rebuilt(entry, *pair))
+    for entry, ranks in ranks_by(rebuilt).items():
         name, key = entry.rsplit(": ", 1)
-        if (ranks := tuple(rank for rank, pair in pairs if _is_rebuilt(entry, *pair))) and view.judgeable(name):
-            yield Finding(
-                name, ranks, f"{key} rounded to the dtype of the parameter after loading", "as saved", **_REBUILT
-            )
+        if view.judgeable(name):
+            actual = f"{key} rounded to the dtype of the parameter after loading"
+            yield Finding(name, ranks, actual, "as saved", **_REBUILT)
 
 
 def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
