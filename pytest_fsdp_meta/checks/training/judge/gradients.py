@@ -119,8 +119,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
     due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
-    updates = view.comparisons(tuple(run.parameters for run in runs), names)
-    partial = partial_gradients(view)
+    excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
@@ -128,11 +127,11 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             explanation = _REDUCTION_OFF if none else _MISSING
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
-        if wrong and name not in partial and not _optimizer_reduces(view, name, pairs[name], updates.get(name, [])):
+        if wrong and name not in excused:
             yield from _describe_wrong(view, runs, name, wrong, limits)
 
 
-def partial_gradients(view: View) -> set[str]:
+def _partial_gradients(view: View) -> set[str]:
     """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
     found: set[str] = set()
     for rank in view.evidence.inventory:
@@ -148,7 +147,7 @@ def partial_gradients(view: View) -> set[str]:
 
 def excused_gradients(view: View, runs: Sequence[RankTraining]) -> set[str]:
     """Return the parameters whose gradients before the optimizer's step need not equal the reference's."""
-    return partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    return _partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
 
 
 def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
@@ -276,15 +275,18 @@ def _is_expert(view: View, name: str) -> bool:
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
-    by_step = "train_step" in view.evidence.subject.declared
-    explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
-    holders = [rank for rank, tensor in view.holders(name) if tensor.numel]
-    if explanation is _DIFFERENT and len(cases) < len(holders):
-        explanation = _ON_SOME_RANKS
     if _tied_only_here(view, name):
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
+    elif _is_expert(view, name):
+        explanation = _EXPERTS
+    elif "train_step" in view.evidence.subject.declared:
+        explanation = _BY_STEP
+    elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
+        explanation = _ON_SOME_RANKS
+    else:
+        explanation = _DIFFERENT
     return add_precision(view, explanation)
 
 
