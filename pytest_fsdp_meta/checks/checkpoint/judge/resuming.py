@@ -300,8 +300,8 @@ def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[Rank
     first: list[tuple[int, tuple[int, int, float, float]]] = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(old.rates, new.rates, strict=False)):
-            off = [group for group, pair in enumerate(zip(actual, expected, strict=False)) if _unlike(*pair)]
-            if off:
+            pairs = enumerate(zip(actual, expected, strict=False))
+            if off := [group for group, pair in pairs if not math.isclose(*pair, rel_tol=1e-6)]:
                 first.append((rank, (step, off[0], actual[off[0]], expected[off[0]])))
                 break
     for (step, group, ours, theirs), ranks in ranks_by(first).items():
@@ -322,10 +322,6 @@ _OTHER_SCHEDULE: Explanation = {
     "optimizer was loaded, or resume() steps it",
     "remedy": "save and load what the schedule counts, or declare Subject(scheduler=...), so that the checks save it",
 }
-
-
-def _unlike(actual: float, expected: float) -> bool:
-    return not math.isclose(actual, expected, rel_tol=1e-6)
 
 
 _OTHERWISE_FROZEN: Explanation = {

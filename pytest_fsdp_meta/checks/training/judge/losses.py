@@ -60,15 +60,13 @@ def loss_parity(view: View) -> Iterable[Finding]:
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
         require_noise(view, LOSS_TOLERANCE, errors)
         return
-    rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
-    message = (
-        _describe_step(wrong_steps[0], actual, expected)
-        if wrong_steps
-        else _describe_step(step, runs[rank].losses, runs[other].losses)
-    )
-    first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
-    require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    first = 0 if first_forward else min([*wrong_steps, *(disagreement[2] for disagreement in disagreements)])
+    if wrong_steps:
+        message = _describe_step(wrong_steps[0], actual, expected)
+    else:
+        rank, other, step = disagreements[0]
+        message = _describe_step(step, runs[rank].losses, runs[other].losses)
+    first = min([*wrong_steps, *(step for _, _, step in disagreements)])
+    require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
