@@ -172,7 +172,7 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 
 def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
-    """Yield a line for each kind of mistake that passes in a loader without failures because of its model."""
+    """Yield a line for each kind of note on loaders without failures."""
     clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
     for kind, text in NOTES.items():
         blind = [

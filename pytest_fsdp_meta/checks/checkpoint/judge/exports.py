@@ -115,8 +115,8 @@ def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]
 def _right_values(view: View, export: Export, declared: bool) -> tuple[set[str], list[str]]:
     """Return the tensors with the right values on the ranks, so that other ones in the export are its own.
 
-    A tensor of a ``declared`` export_reference may be made of any others: it has none if one of these, which are
-    returned as well, is wrong.
+    A tensor of a ``declared`` export_reference may be computed from any others, so none counts as right while one on
+    the ranks is wrong; the wrong ones are returned as well.
     """
     names = {comparison.name for comparison in export.comparisons} | {found.name for found in export.assembled}
     if not ("params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection):

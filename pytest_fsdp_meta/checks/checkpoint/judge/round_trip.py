@@ -270,7 +270,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
 
 
 def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Collection[str]) -> Iterator[Finding]:
-    """Report the ``right`` tensors, and the state, that are others once a smaller world has saved in the folder."""
+    """Report the ``right`` tensors, and the state, that differ once a smaller world has saved in the same folder."""
     if over.refused:
         yield Finding(None, over.ranks, f"loading the checkpoint in {where} raises {over.refused}", "", **_LEFT)
     for name, pairs in view.comparisons(over.comparisons, right).items():
@@ -287,7 +287,7 @@ _LEFT: Explanation = {
 
 
 def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:
-    """Report the parameters whose optimizer state is another one in the world of another size."""
+    """Report the parameters whose optimizer state differs in the world of another size."""
     lost = _lost_in_same_world(view) | view.tied_over_stages
     wrong: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
     for rank, comparisons in enumerate(resharded.optimizer):
