@@ -49,7 +49,8 @@ class ObservationRun(TableRun):
 
     world: World
     reference_world: World
-    verifier_world: World
+    single_rank_world: Callable[[str], World]
+    """Return a world with this label that is not started."""
     data_world: World
     loaded: list[Loaded]
     folder: Path
@@ -150,7 +151,7 @@ class ObservationRun(TableRun):
         if field not in self.subject.declared:
             return self._reference_path
         path = self._record_path(field)
-        with self.verifier_world as world:
+        with self.single_rank_world(f"the {field}") as world:
             run_on(world, record, self._recipe, path)
         return path
 
