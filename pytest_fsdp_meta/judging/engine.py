@@ -35,6 +35,7 @@ EXPLAINING_A_CRASH = ("structure", "materialisation")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 _VALUES = r"nan\b|\binf|finite|range|bounds|negative|overflow|assert|device-side"
 _SIZES = r"size|shape|dim|mat1|broadcast|numel|elements|stride|length|range|bounds|DTensor"
+_PLACE = r"device|meta|storage|data_ptr|cuda|cpu|backend"
 RAISES = {
     "same_manifest_on_every_rank": rf"collective|mismatch|gloo|nccl|{_SIZES}",
     "names_match_reference": rf"AttributeError|KeyError|NoneType|missing key|unexpected key|not found|unused|{_SIZES}",
@@ -42,13 +43,9 @@ RAISES = {
     "dtypes_match_reference": r"dtype|data type|scalar type|half|float|double|long\b|not implemented for",
     "requires_grad_matches_reference": r"grad|NoneType|leaf",
     "parameter_attributes_kept": r"attribute",
-    "no_meta_params": r"meta|storage|data_ptr|device",
-    "no_meta_buffers": r"meta|storage|data_ptr|device",
-    "no_uninitialized_memory": _VALUES,
-    "params_on_rank_device": r"device|cuda|cpu|backend",
-    "buffers_on_rank_device": r"device|cuda|cpu|backend",
     "managed_params_are_registered": rf"{_SIZES}|grad|AttributeError|NoneType|storage|device",
-    **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal"), _VALUES),
+    **dict.fromkeys(("no_meta_params", "no_meta_buffers", "params_on_rank_device", "buffers_on_rank_device"), _PLACE),
+    **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal", "no_uninitialized_memory"), _VALUES),
 }
 """Check -> what an exception says that its findings can cause. Those of other checks may cause any."""
 PACKAGE = Path(__file__).parents[1]

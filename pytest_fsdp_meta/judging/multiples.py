@@ -54,10 +54,9 @@ def number_of(view: View, runs: Sequence[RankTraining], factor: str, name: str |
 def _sizes(view: View, runs: Sequence[RankTraining], name: str | None) -> dict[str, int]:
     """Return the number of data-parallel ranks and of ranks along each mesh dimension, where more than one."""
     mesh = dict(view.evidence.world.mesh)
-    for rank in view.evidence.inventory:
-        own = rank.by_name[name].mesh if name in rank.by_name else None
-        if own is not None:
-            mesh |= {dim: size for dim, size in zip(own.dims, own.shape, strict=True) if dim}
+    for _, tensor in view.holders(name) if name else ():
+        if tensor.mesh is not None:
+            mesh |= {dim: size for dim, size in zip(tensor.mesh.dims, tensor.mesh.shape, strict=True) if dim}
     slices = runs[0].data_parallel[1]
     found = {"data-parallel ranks": slices} if slices > 1 else {}
     others = {f"ranks along {dim}": size for dim, size in mesh.items() if size > 1}

@@ -37,7 +37,7 @@ def may_be_due_to_ranks(check: Check) -> bool:
 
 
 def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[SmallerWorld]) -> Finding:
-    """Return the finding with where it starts, and with the cause that what smaller worlds show leaves over."""
+    """Return the finding with the place where it starts, and with the cause that smaller worlds leave possible."""
     if not smaller or not may_be_due_to_ranks(check):
         return finding
     alone, *others = smaller

@@ -248,7 +248,7 @@ class Subject:
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient, matcher),
             tied=tuple(tuple(group) for group in self.tied),
-            drawn=tuple(matcher.match_all("drawn", _listed(self.drawn), names)),
+            drawn=tuple(matcher.match_all("drawn", self.drawn, names)),
             drawn_rows={
                 name: (rows[pattern].start, rows[pattern].stop)
                 for pattern in reversed(list(rows))  # the first match applies
@@ -314,7 +314,7 @@ class _Matcher:
             self.report(field, pattern, f"matches no {noun} of the model{_nearest(pattern, names, noun)}")
         return found
 
-    def match_all(self, field: str, patterns: str | Sequence[str], names: Sequence[str]) -> list[str]:
+    def match_all(self, field: str, patterns: str | Iterable[str], names: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(name for pattern in _listed(patterns) for name in self.match(field, pattern, names)))
 
     def report(self, field: str, pattern: str, problem: str) -> None:

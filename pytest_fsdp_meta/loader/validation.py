@@ -121,8 +121,11 @@ def _is_list(value: object) -> bool:
 
 
 def _names(value: Any) -> list[Any]:
-    listed = [value] if isinstance(value, str) else [*value]
-    return [*listed, *(value.values() if isinstance(value, Mapping) else ())]
+    return [value] if isinstance(value, str) else [*value]
+
+
+def _values(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else ()
 
 
 def _whole(value: object) -> tuple[object]:
@@ -230,11 +233,11 @@ RULES: tuple[Rule, ...] = (
     ),
     ("frozen drawn", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
     (PATTERNS, _whole, _is_list, LISTED),
-    (f"frozen {PATTERNS}", _names, _is_name, NAME),
-    ("drawn", lambda one: [one] if isinstance(one, str) else list(one), _is_name, NAME),
+    (f"frozen drawn {PATTERNS}", _names, _is_name, NAME),
+    ("frozen", _values, _is_name, NAME),
     (
         "drawn",
-        lambda one: one.values() if isinstance(one, Mapping) else (),
+        _values,
         _are_rows,
         "{value} should be the slice of the rows that are drawn, without a step, such as slice(56, None)",
     ),

@@ -122,17 +122,15 @@ def _arrange(
     if any(slot.kind is slot.VAR_POSITIONAL for slot in own.values()):  # it hands on what it gets, as it gets it
         return plain
     given = [*names, *more]
-    free = [name for name, slot in own.items() if slot.kind is slot.POSITIONAL_OR_KEYWORD and name not in given]
+    slots = [name for name, slot in own.items() if slot.kind is slot.POSITIONAL_OR_KEYWORD]
+    free = [name for name in slots if name not in given]
     renamed = dict(zip((name for name in names if name not in own), free, strict=False))
     by_name = {renamed.get(name, name): name for name in given}
     try:
-        bound = signature.bind(**by_name)
+        signature.bind(**by_name)
     except TypeError:  # they do not fit: let the usual call say so
         return plain
-    try:
-        return plain if signature.bind(*names, **plain[1]) == bound else ((), by_name)
-    except TypeError:
-        return (), by_name
+    return plain if [*by_name][: len(names)] == slots[: len(names)] else ((), by_name)
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.reports.schema import PASSED, UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary
 
+COMMON = ("error", "seconds", "evidence", "summary", "evenness", "notes", "sizes", "problem")
+"""The fields of an item that are the same for all items of its loader; the first item that knows them reports them."""
+
 
 @dataclass(frozen=True)
 class ItemContext:
-    """One item of a loader, as it reports itself: plain data, which xdist passes on from a worker.
-
-    The fields from ``error`` on are the same for all items of a loader; the first item that knows them reports them.
-    """
+    """One item of a loader, as it reports itself: plain data, which xdist passes on from a worker."""
 
     key: str
     """Identifies one loader in one world: all its items have this key, and no other item has it."""
@@ -42,22 +42,11 @@ class ItemContext:
     @property
     def describes_loader(self) -> bool:
         """Whether the item reports the fields that all items of its loader have in common."""
-        common = self.error, self.seconds, self.evidence, self.summary, self.evenness, self.notes, self.sizes
-        return any(common) or bool(self.problem)
+        return any(getattr(self, name) for name in COMMON)
 
     def with_loader_of(self, other: ItemContext) -> ItemContext:
         """Return this item with the common fields of another item of the loader."""
-        return replace(
-            self,
-            error=other.error,
-            seconds=other.seconds,
-            evidence=other.evidence,
-            summary=other.summary,
-            evenness=other.evenness,
-            notes=other.notes,
-            sizes=other.sizes,
-            problem=other.problem,
-        )
+        return replace(self, **{name: getattr(other, name) for name in COMMON})
 
 
 class RunRecords:

@@ -305,15 +305,6 @@ class Evenness:
     """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
 
 
-NOTES = {
-    "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
-    "random, in the reference and in its checkpoint",
-    "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
-    "distribute_tensor() or parallelize_module()",
-    "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
-    "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
-}
-"""What no check fails for: what the model's values or sizes hide, and needless traffic. Each has a sentence."""
 UNKNOWN = WorldFacts(0, (), "", "")
 
 
@@ -336,7 +327,7 @@ class LoaderRecord:
     evenness: Evenness | None = None
     """None if nothing is sharded."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key of ``NOTES`` -> what the sentence is about."""
+    """What no check fails for -> where: what the model's values or sizes hide, and needless traffic."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
     loads: int = 1

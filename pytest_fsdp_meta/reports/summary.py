@@ -51,7 +51,7 @@ def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
 
 
 def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
-    """Return what the terminal says of a loader without failures: for each of ``NOTES``, the tensors."""
+    """Return ``LoaderRecord.notes``, which the terminal shows for a loader without failures."""
     resent = [sent for rank in evidence.collectives or () for one in rank.loading for sent in one.resent]
     names, size = list(dict(resent)), sum(nbytes for _, nbytes in resent)
     again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks, wit
 MOST_LINES = 20
 """Lines of one list."""
 MOST_ALIKE = 6
-"""Lines about tensors that differ only in numbers, and names in the one line that stands for more of them."""
+"""Most lines that differ only in numbers, before one line stands for them, and most names in that line."""
 FEWEST_OF_ALL = 4
 """Fewer tensors are named one by one, even if they are all tensors of their kind."""
 FIELDS = {

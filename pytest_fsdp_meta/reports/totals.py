@@ -9,7 +9,6 @@ from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
-    NOTES,
     UNACCOUNTED,
     LoaderRecord,
     count_kinds,
@@ -55,6 +54,15 @@ LABELS = {
     UNEXPECTED_PASS: ("unexpected pass", "unexpected pass"),
 }
 """Kind of a failure -> what stands before its cause, and the noun for several of them."""
+NOTES = {
+    "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
+    "random, in the reference and in its checkpoint",
+    "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
+    "distribute_tensor() or parallelize_module()",
+    "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
+    "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
+}
+"""Kind of a note in ``LoaderRecord.notes`` -> the sentence about it."""
 MOST_PLACES = 20
 """Checks and loaders listed for one cause."""
 Line = tuple[str, dict[str, bool]]
@@ -164,7 +172,7 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 
 def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
-    """Yield a line for each kind of mistake that passes in a loader without failures because of its model."""
+    """Yield a line for each kind of note on loaders without failures."""
     clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
     for kind, text in NOTES.items():
         blind = [

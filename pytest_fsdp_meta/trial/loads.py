@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.evidence import Unavailable, shards_data
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
-from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on
+from pytest_fsdp_meta.trial.on_ranks import author_saving, run_on
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _end(world: World) -> None:
     """Close a world once its checkpoints are written: save() may return before, and ranks are killed."""
     if world.alive:
         with suppress(WorldError):  # after the time limit, loading reports what is missing
-            run_on(world, checkpoint.finish_saving)
+            run_on(world, author_saving.finish_saving)
     world.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,8 @@ class ObservationRun(TableRun):
 
     world: World
     reference_world: World
-    verifier_world: World
+    single_rank_world: Callable[[str], World]
+    """Return a world with this label that is not started."""
     data_world: World
     loaded: list[Loaded]
     folder: Path
@@ -128,7 +129,7 @@ class ObservationRun(TableRun):
         if "verifier" not in self.subject.declared and self.seen.reference is None:
             reason = self.unavailable["reference"]
             return reason if reason.error else Unavailable(NO_VERIFIER, kind="undeclared")
-        record = self._verifier_path()
+        record = self._path_of("verifier", on_ranks.reference.record_verifier)
         missing = run_on(self.world, on_ranks.reference.missing_from_verifier, record, names)[0]
         # The reference has what it freezes, even if its record leaves out sparse and quantized tensors.
         if missing and ("verifier" in self.subject.declared or self.subject.frozen):
@@ -143,27 +144,16 @@ class ObservationRun(TableRun):
         declared = (self.subject.drawn, self._unwritten_draws, self.subject.drawn_rows)
         return tuple(run_on(self.world, observe, path, *declared))
 
-    def _verifier_path(self) -> str:
-        """Return the path of the verifier's values; record them first where a callable builds the verifier."""
-        if "verifier" in self._checkpoints:
-            return self._checkpoints["verifier"]
-        if "verifier" not in self.subject.declared:
+    def _path_of(self, field: str, record: Callable[[Mapping[str, bytes], str], None]) -> str:
+        """Return the path of the values of a model, by default the reference; ``record`` what a callable builds."""
+        if field in self._checkpoints:
+            return self._checkpoints[field]
+        if field not in self.subject.declared:
             return self._reference_path
-        record = self._record_path("verifier")
-        with self.verifier_world as world:
-            run_on(world, on_ranks.reference.record_verifier, self._recipe, record)
-        return record
-
-    def _export_reference_path(self) -> str:
-        """Return the path of what the export should equal; record it first where a callable builds it."""
-        if "export_reference" not in self.subject.declared:
-            return self._reference_path
-        if "export_reference" in self._checkpoints:
-            return self._checkpoints["export_reference"]
-        record = self._record_path("export_reference")
-        with self.verifier_world as world:
-            run_on(world, on_ranks.reference.record_export_reference, self._recipe, record)
-        return record
+        path = self._record_path(field)
+        with self.single_rank_world(f"the {field}") as world:
+            run_on(world, record, self._recipe, path)
+        return path
 
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if reason := no_training_declared(self.subject):
@@ -285,7 +275,9 @@ class ObservationRun(TableRun):
             rebuild_reference=partial(self._build_reference, "rebuilt"),
             folder=self.folder,
             reference_path=self._reference_path,
-            export_reference_path=self._export_reference_path,
+            export_reference_path=partial(
+                self._path_of, "export_reference", on_ranks.reference.record_export_reference
+            ),
             steps=self.steps,
         ).take_all()
 

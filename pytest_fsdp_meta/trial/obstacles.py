@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
 DECLARE = "declare Subject(save=..., resume=...)"
+WITHOUT_LOADER = ("the reference", "the verifier", "the export_reference")
+"""The labels of worlds that build another model than the loader's."""
 NOT_OF_ITS_OWN = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|DistNetworkError|\.Skipped)$")
 """Exceptions that a world raises because of its machine or network, or because the author skips."""
 HINTS = {
@@ -54,7 +56,7 @@ def from_world_error(error: WorldError) -> Unavailable:
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    kind = "alone" if error.label in ("the reference", "the verifier") else "raised" * _raises_of_its_own(error)
+    kind = "alone" if error.label in WITHOUT_LOADER else "raised" * _raises_of_its_own(error)
     return Unavailable(add_hints(error.summary), error=True, detail="\n\n".join([str(error), *shown]), kind=kind)
 
 

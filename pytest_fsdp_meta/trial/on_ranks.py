@@ -25,6 +25,7 @@ ON_RANKS = (
 """What the fork server imports (modules) and calls (functions) before it forks the ranks of a trial."""
 
 if TYPE_CHECKING:
+    from pytest_fsdp_meta.checks.checkpoint.observe import author as author_saving
     from pytest_fsdp_meta.checks.checkpoint.observe import round_trip as checkpoint
     from pytest_fsdp_meta.checks.checkpoint.observe import saved_state, state_dict
     from pytest_fsdp_meta.checks.collectives import observe as step_collectives
@@ -49,6 +50,7 @@ else:
             return f"{self._module}:{function}"
 
     author_data = ObserverModule("data.observe")
+    author_saving = ObserverModule("checkpoint.observe.author")
     checkpoint = ObserverModule("checkpoint.observe.round_trip")
     drawn_weights = ObserverModule("drawn.observe")
     loading = ObserverModule("materialisation.observe")
@@ -67,6 +69,7 @@ else:
 __all__ = [
     "ON_RANKS",
     "author_data",
+    "author_saving",
     "checkpoint",
     "drawn_weights",
     "loading",

@@ -12,15 +12,14 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial.loads import describe_size
 from pytest_fsdp_meta.trial.trial import LoaderFailed, Trial
 
-PATIENCE = 3
-"""A smaller world gets as many times the seconds that the loader's own took, and ``LEAST`` more, before it hangs."""
-LEAST = 20.0
+PATIENCE, LEAST = 3, 20.0
+"""A smaller world gets ``PATIENCE`` times the seconds that the loader's own world took, and ``LEAST`` seconds more."""
 
 
 def judge_smaller_worlds(
     trial: Trial, loader: Call, evidence: Evidence, catalogue: Catalogue, checks: Sequence[str], selection: Selection
 ) -> Evidence:
-    """Return the evidence with what the failed ones of the checks find in smaller worlds.
+    """Return the evidence with what the failed checks find in smaller worlds.
 
     The first has one rank. If some failed check passes there, each dimension of a mesh of several is tried alone.
     Failures that are expected start nothing.

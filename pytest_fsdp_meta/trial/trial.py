@@ -142,7 +142,7 @@ class Trial:
             taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
             world=world,
             reference_world=reference_world,
-            verifier_world=self._single_rank_world("the verifier"),
+            single_rank_world=self._single_rank_world,
             data_world=self._single_rank_world("data in a world of one rank"),
             loaded=loaded,
             folder=folder,

@@ -225,6 +225,18 @@ def test_an_export_that_is_not_the_model_has_its_own_reference(change, tensor, a
     assert verdicts[EXPORTS].status == ("failed" if tensor else "passed")
 
 
+def test_an_export_reference_that_raises_is_named():
+    def failing() -> nn.Module:
+        raise FileNotFoundError("merged.safetensors")
+
+    def loader(fsdp):
+        return declared(fsdp, adapted(), adapted, state_dict=merged, export_reference=failing)
+
+    verdict = judged(loader, [EXPORTS])[EXPORTS]
+    reason = "the export_reference raised FileNotFoundError: merged.safetensors"
+    assert (verdict.status, verdict.reason) == ("error", reason)
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_divide_factor_needs_another_reduction_on_gloo(summed):
     def loader(fsdp):

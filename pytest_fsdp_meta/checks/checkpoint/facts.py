@@ -37,8 +37,8 @@ class RankSaved:
     ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
-    The author's save() itself changes the values of the parameters ``moved``, and within rounding those of the tensors
-    ``rounded``: for the latter, ``tensors`` has the values after save().
+    ``moved`` names the parameters that the author's save() itself changes, and ``rounded`` the tensors that it changes
+    within rounding only; of these, ``tensors`` has the values after save().
     """
 
     tensors: Mapping[str, str]
@@ -76,8 +76,8 @@ class RankResumed:
     plain: tuple[str, ...] = ()
     """The entries of ``beside`` that are not DTensors."""
     copies: Mapping[str, bool] = field(default_factory=dict)
-    """Copies of low-precision parameters that the optimizer keeps in float32, by "<parameter>: <key>", and whether they
-    have what rounding takes from the parameter."""
+    """The float32 copies that the optimizer keeps of low-precision parameters: "<parameter>: <key>" -> whether the copy
+    is more precise than the parameter."""
     generators: Mapping[str, RandomState] = field(default_factory=dict)
     """Torch's default generators while the author's save() or resume() runs, by device type."""
 
@@ -173,4 +173,4 @@ class Resharded:
     optimizer_refused: bool = False
     """Whether loading the optimizer raised, and not loading the model."""
     saved_over: Resharded | None = None
-    """As this, after the smaller world has trained on and saved in the same folder, which is loaded in that world."""
+    """The same for what the smaller world itself saves in this folder, after more training, and loads again."""

@@ -27,7 +27,7 @@ class Collective:
     optimizing: bool = False
     """Whether an optimizer's step issued it."""
     resent: tuple[tuple[str, int], ...] = ()
-    """The parameters, with bytes, whose values this rank got from another one's scatter although it had them."""
+    """The parameters, with bytes, whose values another rank sent by a scatter although this rank had them."""
 
 
 @dataclass(frozen=True)

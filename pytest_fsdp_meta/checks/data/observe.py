@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import call_author, renew_optimizer
+from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
+from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import renew_optimizer
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, loaded_subject, resharded_subject
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.evidence import RankBatches

@@ -266,7 +266,7 @@ def _explain_layout_by_hand(view: View, tensors: Sequence[tuple[TensorFacts, tup
 
 
 def _cuts(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the sizes of the dims that are smaller than the whole's, with those; [] if it cannot be a part of it."""
+    """Return (size, whole size) of each dim that is smaller than the whole's; [] if it cannot be a part of that."""
     if len(shape) != len(whole) or any(map(gt, shape, whole)):
         return []
     return [(part, size) for part, size in zip(shape, whole, strict=True) if part < size]

@@ -214,8 +214,8 @@ class RankTraining:
     beside: tuple[Comparison, ...] = ()
     """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of what is kept in a low precision, by "<object>: <dtype>": how many elements moved, and how many of the
-    parameters that they are named after."""
+    """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
+    the parameters that they are named after."""
     draws_in_evaluation: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
     buffers: TrainedBuffers = TrainedBuffers()

@@ -288,10 +288,7 @@ def _missing(view: View, kind: str) -> Iterator[Finding]:
 def _on_meta(view: View, names: Collection[str], source: str) -> Iterator[Finding]:
     """Report tensors without values; they are left out before if a check that reports them is selected."""
     for name in names:
-        ranks = tuple(
-            rank.rank for rank in view.evidence.inventory if name in rank.by_name and rank.by_name[name].on_meta
-        )
-        if ranks:
+        if ranks := tuple(rank for rank, tensor in view.holders(name) if tensor.on_meta):
             yield Finding(name, ranks, "no values: it is on meta", f"the values of {source}", **_ABSENT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled
-from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, ROUNDING, describe_difference, equal_to_reference
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, describe_difference, equal_to_reference, is_equal
 from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -62,10 +62,10 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
         if view.judgeable(name):
             yield Finding(name, (0,), f"extra key in the gathered state dict: {source} has no such key", "")
     for name, dtype in export.rounded.items():
-        own = f"the dtype of {OWN}" if declared else _rounded_dtype(view, name, dtype)
-        if own and name in equal and view.judgeable(name):
+        expected = f"the dtype of {OWN}" if declared else _other_dtype(view, name, dtype)
+        if expected and name in equal and view.judgeable(name):
             actual = f"{dtype} in the gathered state dict, which rounds its values"
-            yield Finding(name, (0,), actual, own if declared else f"{own}, as on the ranks", **_ROUNDED)
+            yield Finding(name, (0,), actual, expected, **_ROUNDED)
     for comparison in export.comparisons:
         if comparison.equal or not _usable(view, comparison.name) or not view.judgeable(comparison.name):
             continue
@@ -73,7 +73,7 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             actual = f"{comparison.problem} in the gathered state dict"
             explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
             yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
-        elif comparison.name in equal and not _is_cast(comparison):
+        elif comparison.name in equal and not is_equal(comparison):
             detail = describe_difference(comparison)
             yield Finding(comparison.name, (0,), "different values in the gathered state dict", values, detail)
     for found in export.assembled:
@@ -90,16 +90,15 @@ def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]
     problems = [(rank, (c.problem, c.should_be)) for rank, c in compared if c.problem is not None]
     for (problem, should_be), ranks in ranks_by(problems).items():
         yield Finding(name, ranks, f"{problem} in the state dict", f"{should_be}, or the rank's part of it")
-    wrong = [(rank, c) for rank, c in compared if c.problem is None and not c.equal and equal and not _is_cast(c)]
+    wrong = [(rank, c) for rank, c in compared if c.problem is None and equal and not is_equal(c)]
     if wrong:
         ranks, detail = tuple(rank for rank, _ in wrong), describe_difference(wrong[0][1])
         actual = "different values in the exported part"
         yield Finding(name, ranks, actual, "the reference's", detail, **_OTHER_PART)
-    dtypes = [(part.rank, (part.rounded, _rounded_dtype(view, name, part.rounded))) for part in found.parts]
+    dtypes = [(part.rank, (part.rounded, _other_dtype(view, name, part.rounded))) for part in found.parts]
     rounded = [(rank, pair) for rank, pair in dtypes if all(pair) and equal]
-    for (dtype, own), ranks in ranks_by(rounded).items():
-        actual = f"{dtype} in the exported part, which rounds its values"
-        yield Finding(name, ranks, actual, f"{own}, as on the ranks", **_ROUNDED)
+    for (dtype, expected), ranks in ranks_by(rounded).items():
+        yield Finding(name, ranks, f"{dtype} in the exported part, which rounds its values", expected, **_ROUNDED)
     if found.diverging and not (wrong or rounded):
         s = "s" if len(found.before) == 1 else ""
         actual = (
@@ -116,8 +115,8 @@ def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]
 def _right_values(view: View, export: Export, declared: bool) -> tuple[set[str], list[str]]:
     """Return the tensors with the right values on the ranks, so that other ones in the export are its own.
 
-    A tensor of a ``declared`` export_reference may be made of any others: it has none if one of these, which are
-    returned as well, is wrong.
+    A tensor of a ``declared`` export_reference may be computed from any others, so none counts as right while one on
+    the ranks is wrong; the wrong ones are returned as well.
     """
     names = {comparison.name for comparison in export.comparisons} | {found.name for found in export.assembled}
     if not ("params_equal_reference" in view.selection and "buffers_equal_reference" in view.selection):
@@ -135,14 +134,10 @@ def _usable(view: View, name: str) -> bool:
     return name not in view.reference.unstable and name not in view.reference.uninitialised
 
 
-def _is_cast(comparison: Comparison) -> bool:
-    return comparison.cast and comparison.max_rel <= ROUNDING
-
-
-def _rounded_dtype(view: View, name: str, dtype: str) -> str:
-    """Return the dtype that the ranks have if the export rounds to this one; empty if they have it themselves."""
+def _other_dtype(view: View, name: str, dtype: str) -> str:
+    """Return the ranks' dtype, as what is expected, if the export rounds to another one; empty if it does not."""
     own = next((tensor.dtype for _, tensor in view.holders(name)), dtype)
-    return "" if own == dtype else own
+    return "" if own == dtype else f"{own}, as on the ranks"
 
 
 def _has_shape_of_a_shard(view: View, comparison: Comparison) -> bool:

@@ -62,13 +62,12 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
     yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
-    copies = dict.fromkeys(entry for run in before for entry in run.copies)
-    for entry in copies:
+    rebuilt = ((rank, entry) for rank, pair in pairs for entry in pair[0].copies if _is_rebuilt(entry, *pair))
+    for entry, ranks in ranks_by(rebuilt).items():
         name, key = entry.rsplit(": ", 1)
-        if (ranks := tuple(rank for rank, pair in pairs if _is_rebuilt(entry, *pair))) and view.judgeable(name):
-            yield Finding(
-                name, ranks, f"{key} rounded to the dtype of the parameter after loading", "as saved", **_REBUILT
-            )
+        if view.judgeable(name):
+            actual = f"{key} rounded to the dtype of the parameter after loading"
+            yield Finding(name, ranks, actual, "as saved", **_REBUILT)
 
 
 def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
@@ -301,8 +300,8 @@ def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[Rank
     first: list[tuple[int, tuple[int, int, float, float]]] = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         for step, (expected, actual) in enumerate(zip(old.rates, new.rates, strict=False)):
-            off = [group for group, pair in enumerate(zip(actual, expected, strict=False)) if _unlike(*pair)]
-            if off:
+            pairs = enumerate(zip(actual, expected, strict=False))
+            if off := [group for group, pair in pairs if not math.isclose(*pair, rel_tol=1e-6)]:
                 first.append((rank, (step, off[0], actual[off[0]], expected[off[0]])))
                 break
     for (step, group, ours, theirs), ranks in ranks_by(first).items():
@@ -323,10 +322,6 @@ _OTHER_SCHEDULE: Explanation = {
     "optimizer was loaded, or resume() steps it",
     "remedy": "save and load what the schedule counts, or declare Subject(scheduler=...), so that the checks save it",
 }
-
-
-def _unlike(actual: float, expected: float) -> bool:
-    return not math.isclose(actual, expected, rel_tol=1e-6)
 
 
 _OTHERWISE_FROZEN: Explanation = {

@@ -115,8 +115,6 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
 
 _WRAPPED: Explanation = {
     "cause": "the state dict is taken from the wrapper that torch.compile, checkpoint_wrapper or FSDP1 put around it",
-    "remedy": "save the result of torch.distributed.checkpoint.state_dict.get_model_state_dict, which strips wrapper "
-    "prefixes",
 }
 
 
@@ -279,10 +277,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     equal = equal_to_reference(view)
     skipped = set(diverging_names(view, view.evidence.saved or ()))
     compared = view.comparisons(resharded.comparisons, view.names("parameter", "buffer"))
-    wrong = {
-        name: [(rank, c) for rank, c in pairs if not c.equal and not (c.cast and c.max_rel <= ROUNDING)]
-        for name, pairs in compared.items()
-    }
+    wrong = {name: [(rank, c) for rank, c in pairs if not is_equal(c)] for name, pairs in compared.items()}
     # A weight that stages hold apart is one tensor again in a smaller world, with the values of one of its names.
     if any(compared[name] and not wrong[name] for name in view.tied_over_stages & compared.keys()):
         skipped |= view.tied_over_stages
@@ -300,7 +295,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
 
 
 def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Collection[str]) -> Iterator[Finding]:
-    """Report the ``right`` tensors, and the state, that are others once a smaller world has saved in the folder."""
+    """Report the ``right`` tensors, and the state, that differ once a smaller world has saved in the same folder."""
     if over.refused:
         yield Finding(None, over.ranks, f"loading the checkpoint in {where} raises {over.refused}", "", **_LEFT)
     for name, pairs in view.comparisons(over.comparisons, right).items():
@@ -317,7 +312,7 @@ _LEFT: Explanation = {
 
 
 def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Finding]:
-    """Report the parameters whose optimizer state is another one in the world of another size."""
+    """Report the parameters whose optimizer state differs in the world of another size."""
     lost = _lost_in_same_world(view) | view.tied_over_stages
     wrong: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
     for rank, comparisons in enumerate(resharded.optimizer):
@@ -334,10 +329,8 @@ def _moved(name: str, key: str, cases: Sequence[tuple[int, Comparison]], world: 
     ranks, first = tuple(dict.fromkeys(rank for rank, _ in cases)), cases[0][1]
     saved, explanation = ("the saved optimizer state", _MOVED_STATE) if key else (SAVED, Explanation())
     if first.problem == FOREIGN:
-        explanation = {**explanation, "cause": _PICKLED}
-        return Finding(
-            name, ranks, f"{key} is {FOREIGN}".removeprefix(" is "), f"on the mesh of {world}", **explanation
-        )
+        actual, explanation = f"{key} is {FOREIGN}" if key else FOREIGN, {**explanation, "cause": _PICKLED}
+        return Finding(name, ranks, actual, f"on the mesh of {world}", **explanation)
     if first.problem == NO_STATE:
         return Finding(name, ranks, f"no {key} in {world}", saved, **explanation)
     actual = f"different {key or 'values'} in {world}"
@@ -367,8 +360,13 @@ def equal_to_reference(view: View) -> set[str]:
     by_name = dict.fromkeys(view.evidence.subject.drawn, False)  # another load may draw other values
     for rank in view.evidence.values or ():
         for c in rank:
-            by_name[c.name] = by_name.get(c.name, True) and (c.equal or (c.cast and c.max_rel <= ROUNDING))
+            by_name[c.name] = by_name.get(c.name, True) and is_equal(c)
     return {name for name, equal in by_name.items() if equal}
+
+
+def is_equal(comparison: Comparison) -> bool:
+    """Return whether the values are equal, within rounding if one side casts."""
+    return comparison.equal or (comparison.cast and comparison.max_rel <= ROUNDING)
 
 
 def describe_difference(comparison: Comparison) -> str:

@@ -5,16 +5,10 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -32,6 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankSaved
+from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
 from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched, overwrite, with_changes
@@ -45,10 +40,10 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, placed_like, without_partial
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, calling_torch, has_stages
+from pytest_fsdp_meta.ranks.batches import batch_slice, calling_torch, has_stages
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer, parts_of_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.watching import tensors_in
@@ -177,9 +172,6 @@ def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float
 
 # Saving and loading.
 
-LEFT_RUNNING = "left running"
-"""The key of the rank's state that has the threads and processes which the author's functions have started."""
-
 
 def _save(
     subject: Subject, optimizer: Optimizer | None, folder: Path, held: RankSaved, beside: Beside | None = None
@@ -230,34 +222,6 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
             del optimizer.state[parameter]
     if beside is not None:
         beside.load(loading)
-
-
-def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None) -> None:
-    """Call ``save`` or ``resume``; where only the model is saved, all but model and folder is None."""
-    function = getattr(subject, field)
-    kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
-    # The optimizers in an author's container have no state dict in common.
-    handed = subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
-    before = _running()
-    call_field(field, function, subject.model, handed, folder, **kept)
-    current().state.setdefault(LEFT_RUNNING, set()).update(_running() - before)
-
-
-def finish_saving() -> None:
-    """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits."""
-    doing("waiting for what save() left running")
-    left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
-    # Idle workers of an executor that somebody still holds end only when it is shut down, as at the interpreter's exit.
-    for executor in [one for one in gc.get_objects() if isinstance(one, Executor)] if left else []:
-        executor.shutdown()
-    for one in left:
-        one.join()
-
-
-def _running() -> set[Thread | BaseProcess]:
-    """Return the threads and processes that the interpreter waits for when it ends."""
-    every: list[Thread | BaseProcess] = [*threading.enumerate(), *multiprocessing.active_children()]
-    return {one for one in every if not one.daemon}
 
 
 def _drop_unsaved(state: dict[str, Any], folder: Path) -> None:

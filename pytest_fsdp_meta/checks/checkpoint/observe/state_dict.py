@@ -222,17 +222,16 @@ def _put_together(
         held = {rank: own.held[name] for rank, own in enumerate(exports) if name in own.held}
         exported = {rank: own.exported[name] for rank, own in enumerate(exports) if name in own.exported}
         exported = _without_what_is_gathered_already(held, exported)
-        parts = {rank: Part(records[rank].read_whole(name), *_fields(facts)) for rank, facts in exported.items()}
+        parts = {
+            rank: Part(records[rank].read_whole(name), facts.shape, facts.regions, facts.flat)
+            for rank, facts in exported.items()
+        }
         compared = tuple(_compared(rank, name, part, reference) for rank, part in parts.items())
         if len({facts.shape for facts in (*exported.values(), *held.values())}) > 1:
             yield Assembled(name, compared), None
             continue
         whole, found = _join(held, parts)
         yield Assembled(name, compared, elements=whole.numel(), **found), whole
-
-
-def _fields(facts: PartFacts) -> tuple[Any, ...]:
-    return facts.shape, facts.regions, facts.flat
 
 
 def _without_what_is_gathered_already(

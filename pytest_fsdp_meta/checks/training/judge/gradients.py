@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
 from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first_departure, sort_by_backward
+from pytest_fsdp_meta.checks.training.judge.unreduced import unreduced_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence import RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -29,15 +30,13 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
-from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
 FAR = 3
 """A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
 one may be noise."""
-NOISE = 1e-7
-"""Largest element of a gradient that is zero but for rounding, such as that of an attention key's bias."""
 
 
 @training_check(
@@ -57,7 +56,7 @@ NOISE = 1e-7
 )
 def grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    unreduced = list(_unreduced_gradients(view, runs))
+    unreduced = list(unreduced_gradients(view, runs))
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
     found = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
@@ -120,8 +119,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
     due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
-    updates = view.comparisons(tuple(run.parameters for run in runs), names)
-    partial = partial_gradients(view)
+    excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
@@ -129,11 +127,11 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             explanation = _REDUCTION_OFF if none else _MISSING
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
-        if wrong and name not in partial and not _optimizer_reduces(view, name, pairs[name], updates.get(name, [])):
+        if wrong and name not in excused:
             yield from _describe_wrong(view, runs, name, wrong, limits)
 
 
-def partial_gradients(view: View) -> set[str]:
+def _partial_gradients(view: View) -> set[str]:
     """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
     found: set[str] = set()
     for rank in view.evidence.inventory:
@@ -149,7 +147,7 @@ def partial_gradients(view: View) -> set[str]:
 
 def excused_gradients(view: View, runs: Sequence[RankTraining]) -> set[str]:
     """Return the parameters whose gradients before the optimizer's step need not equal the reference's."""
-    return partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
+    return _partial_gradients(view) | set(reduced_by_the_optimizer(view, runs))
 
 
 def reduced_by_the_optimizer(view: View, runs: Sequence[RankTraining]) -> list[str]:
@@ -206,46 +204,45 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     if factor == "0":
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
-    declared = view.evidence.subject.declared
-    if not meaning and (uneven := explain_uneven_backwards(view)):
+    if not meaning:
+        return _explain_constant(view, runs, factor)
+    counted = f"({number} is {meaning})"
+    if not factor.startswith("1/"):
+        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if _is_expert(view, name) else _AVERAGE
+    elif view.evidence.subject.loss_over_ranks == "sum":
+        cause = (
+            f"divided once too often {counted}: the ranks' losses add up "
+            '(loss_over_ranks="sum"), and their gradients are averaged'
+        )
+        remedy = (
+            "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, also "
+            "set_force_sum_reduction_for_comms(True)"
+        )
+    else:
+        cause = (
+            f"divided once too often {counted}: the loss is scaled and the reduction averages as well, or partial sums "
+            "are averaged"
+        )
+        remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
+    return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
+
+
+def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
+    """Explain a factor that is not a number of ranks."""
+    if uneven := explain_uneven_backwards(view):
         return uneven
-    if not meaning and factor in _numbers_of_labels(runs):
+    if factor in _numbers_of_labels(runs):
         return {
             "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
         }
-    if not meaning and "train_step" in declared and "max_grad_norm" not in declared:
-        return _SCALED_BY_STEP
-    if not meaning and "max_grad_norm" in declared:
+    if "max_grad_norm" in view.evidence.subject.declared:
         return _NOT_CLIPPED
-    if not meaning:
-        return {
-            "cause": _CONSTANT,
-            "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
-        }
-    alone: Explanation = {"cause_alone": _CONSTANT}
-    if factor.startswith("1/") and view.evidence.subject.loss_over_ranks == "sum":
-        return {
-            "cause": f"divided once too often ({number} is {meaning}): the ranks' losses add up "
-            '(loss_over_ranks="sum"), and their gradients are averaged',
-            "remedy": "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, "
-            "also set_force_sum_reduction_for_comms(True)",
-            **alone,
-        }
-    if factor.startswith("1/"):
-        return {
-            "cause": f"divided once too often ({number} is {meaning}): the loss is scaled and the reduction averages "
-            "as well, or partial sums are averaged",
-            "remedy": "divide either the loss or the gradients, not both; sum gradients that are partial sums",
-            **alone,
-        }
-    if _is_expert(view, name):
-        return {"cause": f"summed instead of averaged ({number} is {meaning})", "remedy": _DIVIDE_EXPERTS, **alone}
+    if "train_step" in view.evidence.subject.declared:
+        return _SCALED_BY_STEP
     return {
-        "cause": f"summed instead of averaged ({number} is {meaning})",
-        "remedy": "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and "
-        "count the gradients of ranks that see the same rows only once",
-        **alone,
+        "cause": _CONSTANT,
+        "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
     }
 
 
@@ -261,28 +258,35 @@ _CONSTANT = (
 )
 
 
-def _is_expert(view: View, name: str) -> bool:
-    return any(is_expert(rank.by_name[name]) for rank in view.evidence.inventory if name in rank.by_name)
-
-
+_AVERAGE = (
+    "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and count the "
+    "gradients of ranks that see the same rows only once"
+)
 _DIVIDE_EXPERTS = (
     "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "
     "of their own FSDP mesh, which is FSDP2's default: set_gradient_divide_factor() on the experts' FSDP modules"
 )
 
 
+def _is_expert(view: View, name: str) -> bool:
+    return any(is_expert(tensor) for _, tensor in view.holders(name))
+
+
 def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
-    by_step = "train_step" in view.evidence.subject.declared
-    explanation = _EXPERTS if _is_expert(view, name) else _BY_STEP if by_step else _DIFFERENT
-    holders = [rank for rank, tensor in view.holders(name) if tensor.numel]
-    if explanation is _DIFFERENT and len(cases) < len(holders):
-        explanation = _ON_SOME_RANKS
     if _tied_only_here(view, name):
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
+    elif _is_expert(view, name):
+        explanation = _EXPERTS
+    elif "train_step" in view.evidence.subject.declared:
+        explanation = _BY_STEP
+    elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
+        explanation = _ON_SOME_RANKS
+    else:
+        explanation = _DIFFERENT
     return add_precision(view, explanation)
 
 
@@ -369,79 +373,4 @@ _EXPERTS: Explanation = {
     "needs the rows of all of them",
     "remedy": "reduce the gradients of experts over the ranks that hold the same experts, and scale them like all "
     "other gradients",
-}
-
-
-def _unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    """Report replicated parameters that have a different gradient for each slice of the batch."""
-    gradients = [{comparison.name: comparison for comparison in run.gradients} for run in runs]
-    names = dict.fromkeys(name for by_name in gradients for name in by_name)
-    found: list[tuple[str, tuple[int, ...], str]] = []
-    for name in names:
-        for ranks in _replicas_of_other_rows(view, runs, name):
-            # Compare one rank per slice: the other ranks of a slice, such as tensor-parallel ones, may hold partial
-            # sums.
-            representatives = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
-            by_rank = {
-                rank: gradients[rank][name] for rank in sorted(representatives.values()) if name in gradients[rank]
-            }
-            # If the optimizer reduces the gradients itself, the parameters are equal after its steps.
-            detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
-            if detail and view.judgeable(name):
-                found.append((name, ranks, detail))
-    every = len(names) > 1 and names.keys() == {name for name, _, _ in found}
-    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
-    for name, ranks, detail in found:
-        yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
-
-
-def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
-    """Return whether these ranks are bit-identical after the steps; False if that was not recorded."""
-    after = [run.after.by_name.get(name) for run in (runs[rank] for rank in ranks) if run.after is not None]
-    return bool(after) and len({tensor.digest for tensor in after if tensor is not None}) == 1
-
-
-def _replicas_of_other_rows(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
-    """Yield groups of ranks that hold the same part of a parameter and do not all see the same rows of the batch."""
-    inventory = view.evidence.inventory
-    held = [(rank.rank, rank.by_name[name].regions) for rank in inventory if name in rank.by_name]
-    for ranks in ranks_by(held).values():
-        if len({runs[rank].data_parallel for rank in ranks}) > 1:
-            yield ranks
-
-
-def _describe_spread(by_rank: Mapping[int, Comparison]) -> str:
-    """Describe where the gradients of ranks differ from each other by more than rounding; "" if they do not.
-
-    All ranks are compared with the same reference, so a rank that reports no difference at an index has the
-    reference's value there.
-    """
-    indices = [c.index for c in by_rank.values() if c.index is not None]
-    if not indices or max(c.max_abs for c in by_rank.values()) < NOISE:
-        return ""
-    index = min(indices)
-    reference = next(c.expected for c in by_rank.values() if c.index == index)
-    values = {rank: c.actual if c.index == index else reference for rank, c in by_rank.items()}
-    ordered = sorted((value, rank) for rank, value in values.items() if value is not None)
-    (low, least), (high, most) = ordered[0], ordered[-1]
-    # "not >" is also true for NaN, which loss_parity reports.
-    if not high - low > ROUNDING * max(abs(low), abs(high)):
-        return ""
-    place = f"at [{', '.join(map(str, index))}]: " if index else ""
-    return f"first step, {place}{low:.6g} on rank {least}, {high:.6g} on rank {most}"
-
-
-_UNREDUCED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
-_IGNORED: Explanation = {
-    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
-    "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
-}
-_BYPASSED: Explanation = {
-    "cause": "nothing reduces the gradients of any parameter over these ranks: the forward bypasses the wrapper "
-    "(model.module(...)), or its reduction is off (no_sync(), set_requires_all_reduce(False))",
-    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step",
-}
-_NOT_WRAPPED: Explanation = {
-    "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",
-    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
 }

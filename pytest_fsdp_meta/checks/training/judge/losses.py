@@ -65,15 +65,13 @@ def loss_parity(view: View) -> Iterable[Finding]:
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
         require_noise(view, LOSS_TOLERANCE, errors)
         return
-    rank, other, step = disagreements[0] if disagreements else (0, 0, 0)
-    message = (
-        _describe_step(wrong_steps[0], actual, expected)
-        if wrong_steps
-        else _describe_step(step, runs[rank].losses, runs[other].losses)
-    )
-    first_forward = wrong_steps[:1] == [0] or any(disagreement[2] == 0 for disagreement in disagreements)
-    require_no_other_cause(view, f"the losses differ ({message})", first_forward)
-    first = 0 if first_forward else min([*wrong_steps, *(disagreement[2] for disagreement in disagreements)])
+    if wrong_steps:
+        message = _describe_step(wrong_steps[0], actual, expected)
+    else:
+        rank, other, step = disagreements[0]
+        message = _describe_step(step, runs[rank].losses, runs[other].losses)
+    first = min([*wrong_steps, *(step for _, _, step in disagreements)])
+    require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
@@ -215,10 +213,9 @@ def _explain_other_divisor(view: View, step: int, allowed: float) -> Explanation
     factor = whole(global_losses(view.evidence)[step] / expected, allowed) if expected else ""
     if not factor:
         return {}
-    times = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     return {
-        "cause": f"the losses before it are right, and that of step {step} is {times} the reference's: it is divided "
-        "by a fixed number, such as the micro-batches of a whole window, where this step has another one",
+        "cause": f"the losses before it are right, and that of step {step} is {_times(factor)} the reference's: it is "
+        "divided by a fixed number, such as the micro-batches of a whole window, where this step has another one",
         "remedy": "divide by what the step really has: the last window of an epoch may have fewer micro-batches",
     }
 
@@ -236,26 +233,31 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
     number, meaning = number_of(view, runs, factor)
     if not factor or (not meaning and int(number) * allowed > CHANCE):
         return {}
-    multiple_of = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
+    scaled = f"the loss is {_times(factor)} the reference's in every step"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
-    alone = f"the loss is {multiple_of} the reference's in every step: {_explain_scaled_loss(factor, False)}"
+    of_ranks, of_one = _SCALED_LOSS[factor.startswith("1/")]
     shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
     if shares and "train_step" in view.evidence.subject.declared:
-        return {
-            "cause": f"the loss is {factor} of the reference's in every step{in_ranks}: train_step divides it by the "
-            "count of the global batch, and the ranks' losses are averaged",
-            "remedy": f"if grad_parity fails as well, multiply the loss by {number} before backward(), because "
-            "gradients are averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
-            f"{_SHARES}",
-            "cause_alone": alone,
-        }
+        cause = "train_step divides it by the count of the global batch, and the ranks' losses are averaged"
+        remedy = (
+            f"if grad_parity fails as well, multiply the loss by {number} before backward(), because gradients are "
+            "averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
+        )
+    else:
+        cause = f"{of_ranks}{of_one}" if meaning else of_one
+        remedy = (
+            "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
+            "micro-batches"
+        )
     return {
-        "cause": f"the loss is {multiple_of} the reference's in every step{in_ranks}: "
-        + _explain_scaled_loss(factor, bool(meaning)),
-        "remedy": "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
-        f"micro-batches{shares}",
-        "cause_alone": alone,
+        "cause": f"{scaled}{in_ranks}: {cause}",
+        "remedy": f"{remedy}{shares}",
+        "cause_alone": f"{scaled}: {of_one}",
     }
+
+
+def _times(factor: str) -> str:
+    return f"{factor} of" if factor.startswith("1/") else f"{factor} times"
 
 
 def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowed: float) -> Explanation:
@@ -283,17 +285,18 @@ def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowe
     }
 
 
+_SCALED_LOSS = {
+    True: (
+        "each rank divides its sum by the count of the global batch instead of its own, or ",
+        "the loss is divided once too often (by the number of micro-batches, ranks or rows)",
+    ),
+    False: (
+        "the ranks' losses are summed or multiplied by the number of ranks, or ",
+        "each rank sums over its rows while the reference takes the mean",
+    ),
+}
+"""The causes of a scaled loss that take several ranks and those that do not, by whether it is too small."""
 _SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
-
-
-def _explain_scaled_loss(factor: str, counts_ranks: bool) -> str:
-    if factor.startswith("1/"):
-        divided = "each rank divides its sum by the count of the global batch instead of its own, or "
-        return (divided if counts_ranks else "") + (
-            "the loss is divided once too often (by the number of micro-batches, ranks or rows)"
-        )
-    summed = "the ranks' losses are summed or multiplied by the number of ranks, or "
-    return (summed if counts_ranks else "") + "each rank sums over its rows while the reference takes the mean"
 
 
 def _split_causes(view: View) -> str:

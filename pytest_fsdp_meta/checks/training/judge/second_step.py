@@ -54,14 +54,14 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
     if len(seconds) < len(runs):
         raise NotJudged(_describe_missing(view, runs))
-    if not _first_steps_equal(view, runs):
+    if not _first_steps_equal(view, seconds):
         message = "the first step moved the parameters otherwise than in the reference"
         if loaded := describe_loaded_state(view):
             raise NotJudged(f"{message}: {loaded}")
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
         raise NotJudged(f"{message} (see update_parity)")
-    found, compared = list(_wrong_second_gradients(view, runs)), (c for second in seconds for c in second.gradients)
+    found, compared = list(_wrong_gradients(view, runs, seconds)), (c for one in seconds for c in one.gradients)
     unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
@@ -73,20 +73,17 @@ def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
     return "there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable"
 
 
-def _first_steps_equal(view: View, runs: Sequence[RankTraining]) -> bool:
+def _first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
     limits, due = limits_of(view, "first_updates"), gradients_beyond_rounding(view)
-    parameters = [(rank, c) for rank, run in enumerate(runs) if run.second is not None for c in run.second.parameters]
-    moved = [(rank, c) for rank, c in parameters if c.name in due]
+    moved = [(rank, c) for rank, second in enumerate(seconds) for c in second.parameters if c.name in due]
     return not any(
         limits.exceeded(rank, c) and c.measure is not None and not c.measure.apart <= 2 * c.measure.grain
         for rank, c in moved
     )
 
 
-def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    seconds = [run.second for run in runs if run.second is not None]
-    limits = limits_of(view, "second")
-    excused = excused_gradients(view, runs)
+def _wrong_gradients(view: View, runs: Sequence[RankTraining], seconds: Sequence[SecondStep]) -> Iterator[Finding]:
+    limits, excused = limits_of(view, "second"), excused_gradients(view, runs)
     names, due = view.names("parameter", only=view.reference.gradients), gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(second.gradients for second in seconds), names)
     for name in names:
@@ -101,10 +98,10 @@ def _wrong_second_gradients(view: View, runs: Sequence[RankTraining]) -> Iterato
             )
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong_second(view, seconds, name, wrong, limits)
+            yield from _describe_wrong(view, seconds, name, wrong, limits)
 
 
-def _describe_wrong_second(
+def _describe_wrong(
     view: View, seconds: Sequence[SecondStep], name: str, wrong: Cases, limits: Limits
 ) -> Iterator[Finding]:
     left_over = [(rank, c) for rank, c in wrong if name in seconds[rank].left_over]

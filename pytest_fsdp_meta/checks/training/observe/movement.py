@@ -36,7 +36,7 @@ from pytest_fsdp_meta.ranks.reference_record import Record
 GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
 CERTAIN = -math.log(1e-6)
-"""Elements that stochastic rounding moves on average, from which on the chance that none moves is below 1e-6."""
+"""Elements: if stochastic rounding moves this many on average, the chance that it moves none is below 1e-6."""
 ROUNDING = 32.0
 """Units in the last place of a typical gradient; a smaller gradient may be a zero with rounding errors."""
 
@@ -169,7 +169,7 @@ def swallowed(
     """Return the parameters in a low precision that neither this rank nor the reference moved, despite gradients.
 
     A learning rate of zero is not rounding, and gradients below ``noise`` are. If the optimizer may round ``by_chance``
-    (stochastically), parameters that it may well have left in place are no proof, and left out.
+    (stochastically), parameters that may stay in place by chance are left out.
     """
     rates = {id(p): _rate(group, 1.0) for group in optimizer.param_groups for p in group["params"]}
     parts, compared = parts_of(model), [records[name] for name in DUE_BY]

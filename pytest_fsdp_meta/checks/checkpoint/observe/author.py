@@ -1,0 +1,50 @@
+"""Call the author's save() and resume(), and wait for what they leave running."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from concurrent.futures import Executor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Thread
+
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.batches import call_field
+from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer
+from pytest_fsdp_meta.worlds import current, doing
+
+LEFT_RUNNING = "left running"
+"""The key of the rank's state that has the threads and processes which the author's functions have started."""
+
+
+def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None) -> None:
+    """Call ``save`` or ``resume``; where only the model is saved, all but model and folder is None."""
+    function = getattr(subject, field)
+    kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
+    # The optimizers in an author's container have no state dict in common.
+    handed = subject.optimizer if isinstance(optimizer, JoinedOptimizer) else optimizer
+    before = _running()
+    call_field(field, function, subject.model, handed, folder, **kept)
+    current().state.setdefault(LEFT_RUNNING, set()).update(_running() - before)
+
+
+def finish_saving() -> None:
+    """Wait for the threads, futures and processes that ``save`` has left running, as a process does that exits."""
+    doing("waiting for what save() left running")
+    left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
+    # Idle workers of an executor that somebody still holds end only when it is shut down, as at the interpreter's exit.
+    for executor in [one for one in gc.get_objects() if isinstance(one, Executor)] if left else []:
+        executor.shutdown()
+    for one in left:
+        one.join()
+
+
+def _running() -> set[Thread | BaseProcess]:
+    """Return the threads and processes that the interpreter waits for when it ends."""
+    every: list[Thread | BaseProcess] = [*threading.enumerate(), *multiprocessing.active_children()]
+    return {one for one in every if not one.daemon}
