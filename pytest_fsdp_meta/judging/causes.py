@@ -35,6 +35,8 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanat
     odd = len(cases) < len([c for _, c in pairs if c.elements])
     on_odd_ranks = _ODD_WHOLE if is_whole(tensor) else _ODD_RANKS
     if all(is_zero(c) for _, c in cases):
+        if tensor.kind == "buffer" and tensor.persistent and not odd:
+            return _ZERO_BUFFER
         return {**ZEROS, "remedy": on_odd_ranks["remedy"]} if odd else ZEROS
     if _transposed(tensor, cases):
         return _TRANSPOSED
@@ -50,6 +52,8 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanat
     # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
     # ones or zeros and buffers are computed, so that a part of them may be right by chance.
     random = tensor.kind == "parameter" and len(tensor.shape) > 1
+    if random and all(_closer_than_others(c) for _, c in cases):
+        return _CLOSE
     if random and all(c.differing < 0.9 * c.elements for _, c in cases):
         return _IN_PART
     return {} if is_whole(tensor) else _UNRELATED
@@ -142,6 +146,18 @@ def _little(comparison: Comparison, near: float) -> bool:
     return measure is not None and math.isfinite(measure.apart) and measure.apart < near * measure.truth
 
 
+def _closer_than_others(comparison: Comparison) -> bool:
+    """Return whether the wrong elements are closer to the right ones than elements of other places would be.
+
+    Unrelated elements of the same spread are apart by the square root of 2 times it.
+    """
+    measure = comparison.measure
+    if measure is None or not 0 < measure.apart < math.inf:
+        return False
+    part = comparison.differing / comparison.elements
+    return measure.apart < CLOSE * math.sqrt(2 * part) * measure.truth
+
+
 def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
     """Map each tensor that holds the values of another wrong tensor to that tensor.
 
@@ -165,11 +181,25 @@ SLIGHT = 1e-2
 """Relative; in a tensor without a common shift, differences vary by more than this."""
 FAR = 1e-4
 """Fraction of the squared norm; a smaller distance may be a few rows, or rounding."""
+CLOSE = 0.25
+"""Fraction of the distance of unrelated elements; what was only scaled, rounded or trained a little is closer."""
 NEAR = 0.1
 """Fraction of the norm; another slice or another initialisation is farther away."""
 ZEROS: Explanation = {
     "cause": "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and "
     "the weight was not loaded after that"
+}
+_ZERO_BUFFER: Explanation = {
+    "cause": "it holds only zeros, as after its creation: nothing was loaded into it, as by code that copies "
+    "parameters and leaves buffers out",
+    "remedy": "load persistent buffers from the checkpoint as well: model.buffers() beside model.parameters()",
+}
+_CLOSE: Explanation = {
+    "cause": "its wrong elements are close to the right ones, so they were not reordered or drawn: scales of quantised "
+    "blocks or channels were applied to other elements, it was computed in a lower precision, or it comes from another "
+    "checkpoint of the same model",
+    "remedy": "compare the block size and the order of the scales with those that the checkpoint was written with, the "
+    "dtypes on the way, and the checkpoint's path",
 }
 _ODD_IN_PART: Explanation = {
     "cause": "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, "
@@ -206,6 +236,12 @@ SWAPPED = either(
     "names were swapped (q and k, gate and up, a block and the next)",
     "ranks read tensors in different orders",
     "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
+)
+ELSEWHERE = either(
+    "it holds the values of another tensor: ",
+    "names were mapped to others, or an index is off (a block and the next)",
+    "it is read by the number that the part has on this rank or stage, without the number of the first one there",
+    "match tensors by their names in the whole model: add the number of the rank's or stage's first block or expert",
 )
 _UNRELATED: Explanation = {
     "cause_sharded": "it was read from another part of the tensor than its placement says, or is initialised again "

@@ -31,7 +31,7 @@ from pytest_fsdp_meta.text import counted, first_line, first_of
 
 AS_LOADED = ("inventory", "reference", "values", "verifier")
 """Observations that inspect the model without running it."""
-EXPLAINING_A_CRASH = ("structure", "materialisation")
+EXPLAINING_A_CRASH = ("structure", "materialisation", "tying")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 _VALUES = r"nan\b|\binf|finite|range|bounds|negative|overflow|assert|device-side"
 _SIZES = r"size|shape|dim|mat1|broadcast|numel|elements|stride|length|range|bounds|DTensor"
@@ -43,6 +43,7 @@ RAISES = {
     "dtypes_match_reference": r"dtype|data type|scalar type|half|float|double|long\b|not implemented for",
     "requires_grad_matches_reference": r"grad|NoneType|leaf",
     "parameter_attributes_kept": r"attribute",
+    "tied_weights_share_storage": r"KeyError|shar(e|es|ing) (memory|storage)|missing key|unexpected key|not found",
     "managed_params_are_registered": rf"{_SIZES}|grad|AttributeError|NoneType|storage|device",
     **dict.fromkeys(("no_meta_params", "no_meta_buffers", "params_on_rank_device", "buffers_on_rank_device"), _PLACE),
     **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal", "no_uninitialized_memory"), _VALUES),
@@ -66,8 +67,8 @@ class Verdict:
     ``status`` is "passed", "failed", "skipped" or "error"; ``reason`` says what was not judged and why;
     of a check that passed, what else is to be known.
     ``unjudged`` maps each more basic check to the tensors that already failed it and were therefore left out here.
-    ``model`` has the names of all tensors by kind ("parameter", "buffer"), so that reports recognise a finding about
-    all of them. ``ties`` has the names that are one parameter on all ranks.
+    ``model`` has the names of all tensors by kind ("parameter", "buffer"; "trainable parameter" if some are not), so
+    that reports recognise a finding about all of them. ``ties`` has the names that are one parameter on all ranks.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
     release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
@@ -172,7 +173,9 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     tensors = [tensor for rank in evidence.inventory for tensor in rank.tensors]
-    return {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
+    kinds = {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
+    trained = frozenset(t.name for t in tensors if t.kind == "parameter" and t.requires_grad)
+    return {**kinds, "trainable parameter": trained} if trained < kinds["parameter"] else kinds
 
 
 def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:

@@ -186,7 +186,9 @@ class Reloading(TableRun):
         folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
         path = self.export_reference_path()
-        return run_on(self.reference_world, state_dict.compare_export, folder, path, exports, declared)[0]
+        return run_on(
+            self.reference_world, state_dict.compare_export, folder, path, exports, self.reference_path * declared
+        )[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well

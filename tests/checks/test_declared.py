@@ -80,7 +80,7 @@ def test_rows_that_are_not_drawn_have_to_be_equal():
     some = declare(differ(healthy(), MIDDLE, [1]), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})
     [finding] = verdict(VALUES, some).findings
     assert finding.actual == "values outside the drawn rows that differ from the reference's slice"
-    assert finding.cause.startswith("these rows were drawn as well")
+    assert finding.cause.startswith("rows that are not declared drawn were drawn as well")
     assert verdict(VALUES, declare(healthy(), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})).status == "passed"
 
 

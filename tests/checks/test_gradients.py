@@ -289,7 +289,8 @@ def ignored(
 
 
 IGNORED = (
-    "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "it is left out of FSDP and DDP (ignored_params, or added after fully_shard(), as adapters may be), and nothing "
+    "else reduces its gradients",
     "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
 )
 SCATTERED = ("gradient differs between ranks", "reduced over the data-parallel ranks")

@@ -38,8 +38,8 @@ FORWARD = (
     "correctly, or what the ranks compute in parts is not put together correctly"
 )
 DIVERGED = (
-    "ranks of one data-parallel slice compute different outputs: their replicas diverged, or a tensor-parallel layer "
-    "does not reduce its output"
+    "ranks of one data-parallel slice compute different outputs from equal weights: a sum, mean or size is that of the "
+    "rank's part (of the vocabulary, a layer or the sequence) and is not reduced"
 )
 LATER = (
     "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "
@@ -293,8 +293,8 @@ def test_ranks_of_one_slice_that_cancel_in_the_mean():
     ]
     assert found.findings[0].cause == DIVERGED
     assert found.findings[0].remedy == (
-        "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
-        "different parts of the sequence, name that mesh dimension cp"
+        "reduce it over the ranks that share the model, and compare the output layouts of the tensor-parallel plan; if "
+        "they see different parts of the sequence, name that mesh dimension cp"
     )
     # Ranks of other slices see different rows.
     assert verdict(PARITY, losses(in_slices(healthy(4), 0, 1, 2, 3), *curves)).status == "passed"

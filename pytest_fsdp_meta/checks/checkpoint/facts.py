@@ -75,6 +75,10 @@ class RankResumed:
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
     plain: tuple[str, ...] = ()
     """The entries of ``beside`` that are not DTensors."""
+    beside_before: Mapping[str, str] = field(default_factory=dict)
+    """The same fingerprints before the checkpoint was loaded."""
+    running: bool = False
+    """Whether save() returned while threads or processes that it had started were still running."""
     copies: Mapping[str, bool] = field(default_factory=dict)
     """The float32 copies that the optimizer keeps of low-precision parameters: "<parameter>: <key>" -> whether the copy
     is more precise than the parameter."""
@@ -151,6 +155,8 @@ class Export:
     rounded: Mapping[str, str] = field(default_factory=dict)
     """The tensors whose dtype in the export cannot hold the reference's values, with that dtype."""
     assembled: tuple[Assembled, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    """The tensors that differ from a declared export_reference, and have the values of the reference instead."""
 
 
 @dataclass(frozen=True)

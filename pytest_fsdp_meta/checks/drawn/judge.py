@@ -56,7 +56,7 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
         raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
     unknown: list[str] = []
     yield from _equal_parts(view, varied, unknown)
-    yield from _equal_tensors(varied)
+    yield from _equal_tensors(varied, bool(view.evidence.subject.stages))
     if view.evidence.reference is None:
         unknown.append("there is no reference, so only the parts of each tensor were compared")
     else:
@@ -118,12 +118,18 @@ def _may_be_meant(part: Drawn) -> bool:
     return part.draw.own.distinct <= max((prod(facts.local_shape) // size for size in cut), default=0)
 
 
-def _equal_tensors(by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
-    """Report tensors with the same values as another one on the same ranks, unless the reference's own are the same."""
+def _equal_tensors(by_name: dict[str, list[Drawn]], stages: bool) -> Iterator[Finding]:
+    """Report tensors with the same values as another one on the same ranks, unless the reference's own are the same.
+
+    Of a pipeline with ``stages``, each of which draws its own tensors, on any ranks.
+    """
     held = [(name, part) for name, parts in by_name.items() for part in parts if part.draw.own.distinct > 1]
     pairs = len(held) * (len(held) - 1) // 2
-    alike = ranks_by((i, (part.facts.digest, part.ranks)) for i, (_, part) in enumerate(held) if part.facts.digest)
+    alike = ranks_by(
+        (i, (part.facts.digest, () if stages else part.ranks)) for i, (_, part) in enumerate(held) if part.facts.digest
+    )
     copies: dict[tuple[str, str], tuple[int, ...]] = {}
+    on_other_stages = set[str]()
     for members in alike.values():
         first, original = held[members[0]]
         for name, part in (held[i] for i in members[1:]):
@@ -132,8 +138,10 @@ def _equal_tensors(by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
             drawn_apart = None not in (ours, theirs) and ours != theirs
             if drawn_apart and not same_memory and excludes_chance(part.draw.own, pairs):
                 copies[name, first] = (*copies.get((name, first), ()), *part.ranks)
+                on_other_stages |= {name} if part.ranks != original.ranks else set()
     for (name, first), ranks in copies.items():
-        yield Finding(name, tuple(sorted(ranks)), f"the same numbers as {first}", "numbers of its own", **_SEEDED_AGAIN)
+        explanation = _ONE_SEED_FOR_STAGES if name in on_other_stages else _SEEDED_AGAIN
+        yield Finding(name, tuple(sorted(ranks)), f"the same numbers as {first}", "numbers of its own", **explanation)
 
 
 def _repeated(parts: Sequence[Drawn]) -> Iterator[tuple[list[Drawn], bool]]:
@@ -186,6 +194,10 @@ def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
     )
 
 
+_ONE_SEED_FOR_STAGES: Explanation = {
+    "cause": "every stage of the pipeline draws its own layers from the same seed",
+    "remedy": "add the number of the stage to the seed, or seed each tensor by its name in the whole model",
+}
 _SEEDED_AGAIN: Explanation = {
     "cause": "the same seed is set before each tensor, or torch restored the state of the generator after each draw",
     "remedy": "seed once; or seed each part by the name of the tensor and its place in it; of parameters that are "

@@ -71,6 +71,8 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
         for finding in view.findings_for(name, mismatches):
             tensor = suspects[finding.ranks[0]]
             explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, broken.get(name, ()))
+            if not explanation and name in drawn:
+                explanation = _NOT_DRAWN
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements", **explanation)
     unpoisoned = [rank.rank for rank in view.evidence.inventory if not rank.poison_kept]
     if unpoisoned:
@@ -91,6 +93,13 @@ def _poisoned(tensor: TensorFacts, differs: bool) -> Mismatch | None:
     value = "NaN" if tensor.nan else f"{tensor.dtype} maximum"
     explanation = _TRANSIENT if tensor.kind == "buffer" and not tensor.persistent else {}
     return Mismatch(f"never written (poison value {value})", "written by the loader", **explanation)
+
+
+_NOT_DRAWN: Explanation = {
+    "cause": "it is declared drawn, and what draws it did not reach it: a slice or view of a DTensor is a copy where "
+    "there are several ranks, or its module has no reset_parameters()",
+    "remedy": "draw into the parameter itself, or into its local shard: parameter.to_local()",
+}
 
 
 def _untied(rank: RankInventory, name: str, tie: tuple[str, ...]) -> Explanation:

@@ -303,12 +303,24 @@ _WHOLE_AS_PART: Explanation = {
 )
 def dtypes_match_reference(view: View) -> Iterable[Finding]:
     reference = view.reference_inventory.by_name
+    computes_in = set(view.evidence.inventory[0].computes_in)
     for name, facts in view.tensors("parameter", "buffer"):
         if name in reference:
             expected = reference[name].dtype
-            yield from view.findings_for(
-                name, [(rank, None if t.dtype == expected else Mismatch(t.dtype, expected)) for rank, t in facts]
-            )
+            masters = {t.dtype for _, t in facts} == computes_in and facts[0][1].kind == "parameter"
+            explanation = _NO_MASTERS if masters else Explanation()
+            pairs = [
+                (rank, None if t.dtype == expected else Mismatch(t.dtype, expected, **explanation)) for rank, t in facts
+            ]
+            yield from view.findings_for(name, pairs)
+
+
+_NO_MASTERS: Explanation = {
+    "cause": "the weights have the dtype in which the mixed-precision policy computes: they kept that of the "
+    "checkpoint or config, and nothing cast them to the finer one in which they should be updated",
+    "remedy": "cast the model to the dtype of its master weights before fully_shard(); without masters on purpose, "
+    "cast the reference the same way: Subject(reference=lambda: build().to(torch.bfloat16))",
+}
 
 
 @structure_check(

@@ -32,6 +32,8 @@ class Departure:
     """How many rows are off, and how many there are; the others agree."""
     zero: bool = False
     """Whether the rows that are off are zero, and the reference's are not."""
+    row_factors: tuple[float, float] | None = None
+    """The least and the largest of the factors by which each row is a multiple of the reference's."""
     columns: tuple[int, int, int] | None = None
     """The half-open range in the last dim that is off, and the size of that dim; what is outside agrees."""
 

@@ -365,6 +365,12 @@ def _describe_departure(how: Departure) -> str:
         which = f"element {start}" if end - start == 1 else f"elements {start} to {end - 1}"
         are = "is" if end - start == 1 else "are"
         return f"{which} of the {size} that a rank holds along the last dim {are} off, and all others agree"
+    if how.row_factors is not None:
+        least, most = (f"{factor:.3g}" for factor in how.row_factors)
+        return (
+            f"each row along the last dim is another multiple of the reference's ({least} to {most}), as by a mean, "
+            "norm or softmax over a part of the row"
+        )
     if how.same_vector:
         return "all its rows along the last dim are off by the same vector, as by a missing or doubled bias"
     return ""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
 from pytest_fsdp_meta.judging.causes import (
+    ELSEWHERE,
     ROUNDING,
     SWAPPED,
     ZEROS,
@@ -193,7 +194,8 @@ _ODD_SHARDS: Explanation = {
     why="A model with weights that were not loaded, or loaded into the wrong place, still trains.",
     cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
     "or was initialised again after loading",
-    remedy="load by name and fail on missing and unexpected keys; initialise before loading, never after",
+    remedy="load by name, into the parameters themselves (.to() may return a copy), and fail on missing and unexpected "
+    "keys; initialise before loading, never after",
     references=["NVIDIA-NeMo/Automodel#3597", "huggingface/transformers#46620", "speculators 0.4.0"],
 )
 def params_equal_reference(view: View) -> Iterable[Finding]:
@@ -312,14 +314,16 @@ def _differences(
         yield from infinite
         if infinite or name not in subject.drawn_rows:
             found.pop(name, None)
-    swapped = find_swapped({name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()})
+    wrong = {name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()}
+    swapped = find_swapped(wrong)
+    elsewhere = {name: other for name, cases in wrong.items() if (other := _held_elsewhere(view, name, cases))}
     for name, pairs in found.items():
         original = renamed.get(name, name)
         if original in unusable:
             unstable.append(original)
         else:
             compared_with = source if original == name else f"{source}'s {original}"
-            yield from _difference(view, name, pairs, compared_with, swapped)
+            yield from _difference(view, name, pairs, compared_with, swapped, elsewhere)
     if unstable:
         raise Unjudgeable(
             f"the reference is not reproducible: it {unusable[unstable[0]]} ({first_of(unstable)}); make it build the "
@@ -354,8 +358,27 @@ def _unusable(view: View, source: str) -> dict[str, str]:
     return unusable | dict.fromkeys(reference.uninitialised, "never writes the tensor")
 
 
-def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mapping[str, str]) -> Iterator[Finding]:
-    """Report the ranks that differ in one tensor; ``swapped`` maps tensors to those whose values they hold."""
+def _held_elsewhere(view: View, name: str, wrong: Cases) -> str:
+    """Return the one other tensor that has on some rank, or in the reference, the bits that ``name`` has; else "".
+
+    Constant tensors, such as the weights of norms after their creation, are like several others.
+    """
+    reference = view.evidence.reference
+    inventories = [*view.evidence.inventory, *([reference.inventory] if reference is not None else [])]
+    tied = view.evidence.inventory[0].tied_with.get(name, frozenset())
+    held = {view.evidence.inventory[rank].by_name[name].digest for rank, _ in wrong}
+    others = {t.name for ranks in inventories for t in ranks.tensors if t.digest is not None and t.digest in held}
+    others -= {name, *tied}
+    return others.pop() if len(others) == 1 else ""
+
+
+def _difference(
+    view: View, name: str, pairs: Cases, source: str, swapped: Mapping[str, str], elsewhere: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Report the ranks that differ in one tensor.
+
+    ``swapped`` and ``elsewhere`` map tensors to those whose values they hold: to wrong ones, or to any.
+    """
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
     zeros = [rank for rank, c in wrong if is_zero(c)]
@@ -368,12 +391,14 @@ def _difference(view: View, name: str, pairs: Cases, source: str, swapped: Mappi
             local = problem.startswith("local shape") and tensor.sharded_by
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
         else:
-            other = swapped.get(name, "")
+            other = swapped.get(name) or elsewhere.get(name, "")
             detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
             kept = name in view.evidence.subject.drawn_rows
-            explanation = SWAPPED if other else explain_pattern(tensor, cases, comparable)
+            explanation = SWAPPED if name in swapped else explain_pattern(tensor, cases, comparable)
+            if other and name not in swapped:
+                explanation = ELSEWHERE
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
             actual = f"values{' outside the drawn rows' * kept} that differ from {compared_with}"
             yield Finding(name, ranks, actual, "", detail, **(_NOT_KEPT if kept and not other else explanation))
@@ -384,7 +409,8 @@ _ABSENT: Explanation = {
     "remedy": "select names_match_reference, no_meta_params and no_meta_buffers as well, which say more",
 }
 _NOT_KEPT: Explanation = {
-    "cause": "these rows were drawn as well: the tensor was resized after the old rows were lost, or drawn as a whole",
+    "cause": "rows that are not declared drawn were drawn as well: the tensor was resized after the old rows were "
+    "lost, or drawn as a whole",
     "remedy": "copy the old rows from the checkpoint into the resized tensor and draw only the others; or declare the "
     "rows that are drawn: Subject(drawn={name: slice})",
 }

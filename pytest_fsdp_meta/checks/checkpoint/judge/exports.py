@@ -20,6 +20,16 @@ _ROUNDED: Explanation = {
     "remedy": "export each tensor in the dtype of its parameter; if a smaller checkpoint is intended, skip this check "
     "with that reason: skip={'full_state_dict_exports': 'exported in a lower precision on purpose'}",
 }
+_COMPUTED: Explanation = {
+    "cause": f"state_dict() computes other values than {OWN}: adapters are merged with another scale (alpha / rank), "
+    "not at all or twice, or other rows are cut",
+    "remedy": "compare how the two compute this tensor, with the settings of the adapters",
+}
+_NOT_APPLIED: Explanation = {
+    "cause": f"the export has the model's own values, without what {OWN} adds: adapters are not merged, or the tensors "
+    "were read after the merge had been undone",
+    "remedy": "merge before state_dict() reads the tensors, and copy them before the merge is undone",
+}
 _OWN_SHARD: Explanation = {
     "cause": "state_dict() returns a rank's own shard",
     "remedy": "gather it: full_tensor(), or get_model_state_dict(model, "
@@ -74,8 +84,11 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             explanation = _OWN_SHARD if _has_shape_of_a_shard(view, comparison) else Explanation()
             yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
         elif comparison.name in equal and not is_equal(comparison):
-            detail = describe_difference(comparison)
-            yield Finding(comparison.name, (0,), "different values in the gathered state dict", values, detail)
+            actual, detail = "different values in the gathered state dict", describe_difference(comparison)
+            explanation = _COMPUTED if declared else Explanation()
+            if comparison.name in export.unchanged:
+                explanation = _NOT_APPLIED
+            yield Finding(comparison.name, (0,), actual, values, detail, **explanation)
     for found in export.assembled:
         if view.judgeable(found.name):
             yield from _judge_parts(view, found, found.name in equal)

@@ -57,11 +57,12 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         for name in names
         if name not in skipped and view.judgeable(name)
     }
-    explanation = _explain_states(found.values(), any(run.state for run in after))
+    explanation = _explain_states(found.values(), any(run.state for run in after), any(run.running for run in before))
     for name, mismatches in found.items():
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
-    yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
+    if not found or any(run.state for run in after):  # an optimizer that is not loaded has its first settings
+        yield from view.findings_for(None, ((rank, found) for rank, pair in pairs for found in _compare_groups(*pair)))
     rebuilt = ((rank, entry) for rank, pair in pairs for entry in pair[0].copies if _is_rebuilt(entry, *pair))
     for entry, ranks in ranks_by(rebuilt).items():
         name, key = entry.rsplit(": ", 1)
@@ -75,10 +76,15 @@ def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
     return before.copies.get(entry, False) and not after.copies.get(entry, True)
 
 
-def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool) -> Explanation:
-    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike."""
+def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool, running: bool) -> Explanation:
+    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike.
+
+    ``running`` says whether save() returned before it had ended.
+    """
     if not loaded:
         return _NOTHING_LOADED
+    if running:
+        return _COPIED_LATE
     # On ranks that hold nothing of a parameter, nothing of it can differ.
     alike = len({frozenset(mismatches) for mismatches in found}) == 1
     lost = any(mismatch.actual == _LOST or mismatch.expected == _NOT_SAVED for some in found for mismatch in some)
@@ -90,6 +96,11 @@ _NOTHING_LOADED: Explanation = {
     "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
     "which make set_optimizer_state_dict assume that the optimizer already has a state",
     "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
+}
+_COPIED_LATE: Explanation = {
+    "cause": "save() returned before it had copied the state, and training changed it: tensors on the CPU, such as "
+    "AdamW's step, are not copied by what copies those on a GPU",
+    "remedy": "copy each tensor, also on the CPU, before save() returns; or wait for the save before the next step",
 }
 _CHANGED: Explanation = {
     "cause": "the state is changed on the way: cast, reset or recomputed by save() or resume(), or loaded by position",
@@ -175,7 +186,8 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
     found: dict[str, list[tuple[int, Mismatch]]] = {}
     for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
         for name, old, new in changes(saved.beside, loaded.beside):
-            found.setdefault(name, []).append((rank, _describe_beside(name, old, new, saved.rounded.get(name))))
+            fresh = loaded.beside_before.get(name)
+            found.setdefault(name, []).append((rank, _describe_beside(name, old, new, saved.rounded.get(name), fresh)))
     for name in [name for name in found if name not in by_rank]:
         yield from view.findings_for(name, found[name])
     if by_rank:
@@ -191,14 +203,16 @@ def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 
 
-def _describe_beside(name: str, old: str, new: str, rounded: str | None) -> Mismatch:
+def _describe_beside(name: str, old: str, new: str, rounded: str | None, fresh: str | None) -> Mismatch:
     if not old:
         return Mismatch("a state after loading", "none, as saved")
     if not new:
         return Mismatch("no state after loading", "a state, as saved")
     if new == rounded:
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
-    explanation = _STARTS_AGAIN if name.startswith("scheduler.") else {}
+    explanation = _CHANGED_AFTERWARDS if fresh is not None and new != fresh else Explanation()
+    if name.startswith("scheduler."):
+        explanation = _STARTS_AGAIN
     for read in (_number_in, _dtype_in):
         now, once = read(new), read(old)
         if now and once and now != once:
@@ -209,6 +223,11 @@ def _describe_beside(name: str, old: str, new: str, rounded: str | None) -> Mism
 _REBUILT: Explanation = {
     "cause": "it is rebuilt from the loaded parameters, which are rounded: what rounding took away is lost",
     "remedy": "save it in float32, and load it; then round it to the parameters, not the other way",
+}
+_CHANGED_AFTERWARDS: Explanation = {
+    "cause": "resume() rebuilds it from the loaded model, or changes it after loading it, as by a step: torch's "
+    "get_optimizer_state_dict() steps an optimizer without state once, through its wrapper as well",
+    "remedy": "load its saved state_dict() last, after the model and the optimizer",
 }
 _STARTS_AGAIN: Explanation = {
     "cause": "the scheduler's state is not saved, not loaded, or stepped by resume(), so that the schedule continues "

@@ -283,7 +283,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         skipped |= view.tied_over_stages
     for name, cases in wrong.items():
         if cases and name in equal and name not in skipped:
-            yield _moved(name, "", cases, f"a world of {size}")
+            found = _moved(name, "", cases, f"a world of {size}")
+            yield found.explained_by(_IN_BLOCKS) if _is_in_blocks(view, name) else found
     moved = list(_moved_state(view, resharded, f"a world of {size}"))
     yield from moved
     if resharded.saved_over is not None and not moved:
@@ -292,6 +293,18 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         yield from _left_by_the_larger_world(view, resharded.saved_over, where, right)
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
+
+
+def _is_in_blocks(view: View, name: str) -> bool:
+    """Return whether a rank holds several blocks of the tensor, such as its part of gate and its part of up."""
+    return any(len(runs) > 1 for _, tensor in view.holders(name) for runs in tensor.regions)
+
+
+_IN_BLOCKS: Explanation = {
+    "cause": "each rank's part consists of several blocks of the tensor (gate and up, or q, k and v), and it is saved "
+    "or loaded as if it were one",
+    "remedy": "save each block with its own place in the whole tensor, and load each from there",
+}
 
 
 def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Collection[str]) -> Iterator[Finding]:

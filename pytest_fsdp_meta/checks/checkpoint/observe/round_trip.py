@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankSaved
-from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
+from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author, still_saving, wait_for_all_ranks
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
 from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched, overwrite, with_changes
@@ -120,7 +120,7 @@ def save_all(folder: str) -> RankResumed:
     generators: dict[str, RandomState] = {}
     with observing_save(subject, rank, generators):
         model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
-    return replace(held, model=model, generators=generators)
+    return replace(held, model=model, generators=generators, running=still_saving())
 
 
 def save_all_over(folder: str) -> None:
@@ -135,10 +135,10 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
 
     The author can restore tensors that have ``changed`` in training from nothing but the checkpoint.
     """
-    optimizer, generators = _load_all(folder, changed)
+    optimizer, generators, fresh = _load_all(folder, changed)
     subject = resharded_subject()
     held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
-    return replace(held, generators=generators)
+    return replace(held, generators=generators, beside_before=fresh)
 
 
 def load_all_in_other_size(folder: str) -> None:
@@ -148,16 +148,18 @@ def load_all_in_other_size(folder: str) -> None:
 
 def _load_all(
     folder: str, changed: Collection[str] = (), in_other_size: bool = False
-) -> tuple[Optimizer, dict[str, RandomState]]:
+) -> tuple[Optimizer, dict[str, RandomState], dict[str, str]]:
+    """Return the optimizer, the generators, and the fingerprints of what is beside it before it was loaded."""
     rank, subject = current(), resharded_subject()
     optimizer, beside = renew_optimizer(subject, rank)
     # An optimizer that the loader built may have trained as far as the one that saved.
     _overwrite(subject, changed, optimizer, beside)
+    fresh = beside.fingerprints()
     generators: dict[str, RandomState] = {}
     with observing_resume(subject, rank, generators):
         # torch cannot load plain tensors beside the model that have the shapes of shards of another size.
         _load(subject, optimizer, Path(folder), None if in_other_size and subject.save is None else beside)
-    return optimizer, generators
+    return optimizer, generators, fresh
 
 
 def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
@@ -180,6 +182,7 @@ def _save(
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
+        wait_for_all_ranks()  # an author who empties the folder first would meet it again from a slower rank
         before = {name: local.clone() for name, local in _persistent_locals(subject.model).items()}
         call_author("save", subject, optimizer, folder, beside)
         reshard(subject.model)

@@ -7,7 +7,7 @@ world of the reference. All values come from state dicts, so what a hook does to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,13 @@ def _own_file(rank: int, folder: str) -> Path:
 # In the world of the reference.
 
 
-def compare_export(folder: str, record: str, exports: Sequence[RankExport], declared: bool = False) -> Export:
+def compare_export(folder: str, record: str, exports: Sequence[RankExport], model_record: str = "") -> Export:
     """Load what the ranks recorded in ``folder`` into the reference, and compare each tensor with the ``record``.
 
-    If that is of a ``declared`` export_reference, only its names are compared, and values may differ by rounding.
+    If that is of a declared export_reference, ``model_record`` has the values of the reference: only the names of the
+    former are compared, and values may differ by rounding.
     """
+    declared = bool(model_record)
     label = "Subject(export_reference=...)" if declared else "the reference"
     gathered, reference = Record(record_at(folder, NAME)), Record(record, label)
     common = [name for name in gathered.names() if name in reference]
@@ -178,14 +180,15 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], decl
         model = current().state["reference"]
         lacking, excess = model.load_state_dict(state, strict=False)
         memory = {name: memory_key(tensor) for name, _, tensor in named_tensors(model)}
-    comparisons = (compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common)
+    comparisons = [compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common]
+    comparisons = [_within_rounding(c, gathered, reference) for c in comparisons] if declared else comparisons
     extra = {key for own in exports for key in own.keys if key.endswith(EXTRA_STATE)}
     known = extra | set(common) | {found.name for found in assembled}
     filled = {memory[name] for name in known if name in memory} - {None}  # of a tie, one name fills all
     return Export(
         missing=tuple(key for key in lacking if key not in known and memory.get(key) not in filled),
         unexpected=tuple(excess),
-        comparisons=tuple(_within_rounding(c, gathered, reference) if declared else c for c in comparisons),
+        comparisons=tuple(comparisons),
         rounded={
             name: gathered.dtype(name)
             for name in fitting
@@ -193,7 +196,15 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], decl
             and _rounds(getattr(torch, gathered.dtype(name)), reference.read_whole(name))
         },
         assembled=tuple(assembled),
+        unchanged=_equal_in(Record(model_record), gathered, comparisons) if declared else (),
     )
+
+
+def _equal_in(model: Record, gathered: Record, comparisons: Iterable[Comparison]) -> tuple[str, ...]:
+    """Return the wrong tensors of the export that equal those of the model."""
+    wrong = [c.name for c in comparisons if not c.equal and c.problem is None and c.name in model]
+    found = (compare(name, own_part(gathered.read_whole(name)), model, name) for name in wrong)
+    return tuple(c.name for c in found if c.equal)
 
 
 def _within_rounding(comparison: Comparison, gathered: Record, reference: Record) -> Comparison:

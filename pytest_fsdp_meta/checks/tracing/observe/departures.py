@@ -33,6 +33,7 @@ def describe_departure(
         or _some_rows(ours, theirs, noise)
         or _some_columns(ours, theirs, noise)
         or _shifted(ours, theirs, noise)
+        or _scaled_rows(ours, theirs, noise)
     )
 
 
@@ -101,6 +102,19 @@ def _shifted(ours: Tensor, theirs: Tensor, noise: float) -> Departure | None:
         return None
     allowed = max(LEFT * float(apart.norm()), AGREES * noise * float(theirs.norm()))
     return Departure(same_vector=True) if _is_one_vector(apart, allowed) and allowed < float(apart.norm()) / 2 else None
+
+
+def _scaled_rows(ours: Tensor, theirs: Tensor, noise: float) -> Departure | None:
+    """Return the range of the factors if each row is a multiple of its own: a statistic of the row is another one."""
+    squares = theirs.square().sum(dim=1)
+    if len(theirs) < 3 or ours.shape[1] < 3 or not bool((squares > 0).all()):
+        return None
+    factors = (ours * theirs).sum(dim=1) / squares
+    due, allowed = (factors - 1).abs() * squares.sqrt(), DEPARTS * noise * float(theirs.norm()) / len(theirs) ** 0.5
+    left = (ours - factors[:, None] * theirs).norm(dim=1)
+    telling = float((due > 2 * allowed).double().mean()) >= 0.5
+    fits = float((left <= LEFT * due + allowed).double().mean()) >= FITTING
+    return Departure(row_factors=(float(factors.min()), float(factors.max()))) if telling and fits else None
 
 
 def _is_one_vector(rows: Tensor, allowed: float) -> bool:

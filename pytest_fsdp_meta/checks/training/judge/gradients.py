@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
@@ -20,6 +21,7 @@ from pytest_fsdp_meta.judging.gates import (
     add_precision,
     comparable_training,
     explain_uneven_backwards,
+    global_losses,
     require_gradients,
     unless_explained,
 )
@@ -28,12 +30,15 @@ from pytest_fsdp_meta.judging.limits import (
     describe_length,
     gradients_beyond_rounding,
     limits_of,
+    loss_limits,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
+SAME_SUM = 0.01
+"""Absolute: a sum of rounded factors that differs by less from 1 is 1."""
 FAR = 3
 """A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
 one may be noise."""
@@ -72,6 +77,11 @@ def grad_parity(view: View) -> Iterable[Finding]:
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
+        elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
+            found = [
+                finding.explained_by(_ENTERS_LATER) if finding.cause in _OF_WHOLE_STEPS else finding
+                for finding in found
+            ]
         yield from (replace(finding, origin=origin, step=0) for finding in found)
     else:
         bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
@@ -81,6 +91,11 @@ def grad_parity(view: View) -> Iterable[Finding]:
                 f"the norm of the first gradients is {norm:.3g}, below max_grad_norm={bound:g}, so nothing is clipped; "
                 "clip to a lower bound in this test"
             )
+
+
+def _first_losses_agree(view: View) -> bool:
+    ours, theirs = global_losses(view.evidence), view.reference.losses or ()
+    return bool(ours and theirs) and not loss_limits(view).exceeded(ours, theirs, 0)
 
 
 _TIED_OVER_STAGES: Explanation = {
@@ -184,17 +199,37 @@ def _describe_wrong(
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
-    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
+    # A gradient of nothing but rounding is many times that of the reference, and no factor says why.
+    told = allowed < 1
+    by_factor = by_label(wrong, lambda measure: multiple(measure, allowed) if told else "")
+    for factor, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
         explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
+        if explanation is _NOT_CLIPPED:
+            explanation = _own_norms(by_factor) or _NOT_CLIPPED
         actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"
         detail = "" if factor else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
 
 
+def _own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
+    """Return the explanation if ranks have different factors, as by the norms of their own shards, else {}.
+
+    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1.
+    """
+    if len(by_factor) < 2 or "" in by_factor or "0" in by_factor:
+        return {}
+    parts = sum(len(cases) / float(Fraction(factor)) ** 2 for factor, cases in by_factor.items())
+    proof = ": the squares of 1 / factor add up to 1 over the ranks" if abs(parts - 1) < SAME_SUM else ""
+    return {
+        "cause": f"train_step clips by the norm of each rank's own shards{proof}",
+        "remedy": _NOT_CLIPPED["remedy"],
+    }
+
+
 _NOT_CLIPPED: Explanation = {
-    "cause": "train_step does not clip to max_grad_norm, clips by the norm of this rank's shards alone, or multiplies "
-    "the loss or its gradients by a constant that the reference does not have",
+    "cause": "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms, or that "
+    "of one rank's shards), or multiplies the loss or its gradients by a constant that the reference does not have",
     "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
     "is declared; then check loss scaling and accumulation",
 }
@@ -224,6 +259,15 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
             "are averaged"
         )
         remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
+        if view.evidence.subject.loss_over_ranks == "same":
+            cause = (
+                f"divided once too often {counted}: the loss is that of all ranks, computed from what a collective "
+                "gathered, which passes no gradient on to the other ranks, and the reduction averages the parts"
+            )
+            remedy = (
+                "use a collective with a backward (torch.distributed.nn.functional), or multiply the loss by the "
+                "number of ranks before backward()"
+            )
     return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
 
 
@@ -342,6 +386,17 @@ _BY_STEP = either(
     "train_step reduces it over other ranks or rows, or clips by the norm of one rank's shards",
     "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
     "reduction, by the norm of all ranks' gradients",
+)
+_OF_WHOLE_STEPS = frozenset({_BY_STEP["cause"], _BY_STEP["cause_alone"], _BY_STEP["cause_sharded"]})
+"""Causes that would make every gradient wrong."""
+_ENTERS_LATER = either(
+    "the loss and the gradients that the backward reaches before agree, so rows, scaling and clipping are right: ",
+    "a part of the loss that enters here, such as a router's auxiliary loss, has no gradient or another scale, or a "
+    "custom backward or hook changes it",
+    "a part of the loss that enters here, such as a router's auxiliary loss, is scaled by the number of ranks, or a "
+    "collective in the forward passes no gradient on to the other ranks",
+    "look at what is added to the loss at this place, and whether its result is used: backward() only goes through "
+    "what is returned",
 )
 _SCALED_BY_STEP: Explanation = {
     "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
+from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, find_place, follow_step
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import sequence_places
@@ -129,7 +129,7 @@ def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, ot
         f"{theirs}, as on rank {other}, {why}",
         f"losses {format_losses(runs[rank].losses)}; rank {other} {format_losses(runs[other].losses)}",
         step=step,
-        **(_NOT_GLOBAL if declared_same else _DIVERGED),
+        **(_NOT_GLOBAL if declared_same else _DIVERGED if step else _IN_PARTS),
     )
 
 
@@ -142,6 +142,12 @@ _DIVERGED: Explanation = {
     "tensor-parallel layer does not reduce its output",
     "remedy": "compare the parameters of these ranks, and the output layouts of the tensor-parallel plan; if they see "
     "different parts of the sequence, name that mesh dimension cp",
+}
+_IN_PARTS: Explanation = {
+    "cause": "ranks of one data-parallel slice compute different outputs from equal weights: a sum, mean or size is "
+    "that of the rank's part (of the vocabulary, a layer or the sequence) and is not reduced",
+    "remedy": "reduce it over the ranks that share the model, and compare the output layouts of the tensor-parallel "
+    "plan; if they see different parts of the sequence, name that mesh dimension cp",
 }
 _NOT_GLOBAL: Explanation = {
     "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows",
@@ -159,12 +165,27 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared
-    return (
-        _explain_multiple(view, runs, allowed)
-        or _explain_draws(runs)
-        or uneven
-        or add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, "" if by_step else _split_causes(view))
-    )
+    if _starts_in_a_module(view):
+        by_forward = add_precision(view, _OTHER_MODULE)
+    elif by_step and _forward_agrees(view):
+        by_forward = {**_OTHER_LOSS, "cause": f"{_OTHER_LOSS['cause']}{_split_causes(view, by_step)}"}
+    else:
+        by_forward = add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
+    return _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or by_forward
+
+
+def _forward_agrees(view: View) -> bool:
+    """Return whether the forward of the first step was traced, and all of it agrees."""
+    traces = view.evidence.traces or ()
+    states = [one.state for one in follow_step(traces)[0]] if traces and not traces[0].step else []
+    return set(states) == {AGREE}
+
+
+def _starts_in_a_module(view: View) -> bool:
+    """Return whether the forward of the first step departs within the model, and so before there is a loss."""
+    traces = view.evidence.traces
+    place = find_place(traces) if traces and not traces[0].step else None
+    return place is not None and place.phase == FORWARD and bool(place.module)
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
@@ -199,6 +220,20 @@ _OTHER_FORWARD = either(
     "the ranks' losses are not averaged correctly, or what the ranks compute in parts is not put together correctly",
     "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader uses "
     "another precision on purpose, set tolerance=...",
+)
+_OTHER_LOSS: Explanation = {
+    "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
+    "Subject(loss=...): other labels (shifted once too often or not at all, masked otherwise), or another divisor",
+    "remedy": "compare the labels, the mask and the divisor in train_step with those in Subject(loss=...)",
+}
+_OTHER_MODULE = either(
+    "the first forward already differs where it is said to start, although the weights are equal: ",
+    "the module is another one, random or configured differently (attention, scale, activation, precision)",
+    "it computes from the rank's part what needs the whole (a mean or norm over a row), or the parts are not put "
+    "together correctly: a missing or doubled reduction, a bias added once per rank, a fused weight cut without regard "
+    "to its parts",
+    "compare the module's settings with the reference's, and its input and output layouts in the parallel plan; if the "
+    "loader uses another precision on purpose, set tolerance=...",
 )
 _STATE_BETWEEN_STEPS: Explanation = {
     "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
@@ -299,18 +334,18 @@ _SCALED_LOSS = {
 _SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
 
 
-def _split_causes(view: View) -> str:
-    """Return one more possible cause if a mesh dimension splits the model or the sequence, else ""."""
+def _split_causes(view: View, by_step: bool) -> str:
+    """Return one more possible cause if a mesh dimension splits the sequence, or the model, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
     sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
     wide = [dim for dim, size in sizes if dim is not None and size > 1]
-    if any(splits_model(dim) for dim in wide):
+    if any(splits_sequence(dim) for dim in wide):
+        return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
+    if any(splits_model(dim) for dim in wide) and not by_step:
         return (
             "; or a tensor-parallel plan shards a fused weight (qkv) without regard to its parts, or adds a bias once "
             "per rank"
         )
-    if any(splits_sequence(dim) for dim in wide):
-        return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
     return ""
 
 

@@ -30,10 +30,16 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
             detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
             if detail and view.judgeable(name):
                 found.append((name, ranks, detail))
-    every = len(names) > 1 and names.keys() == {name for name, _, _ in found}
+    every = len(names) > 1 and names.keys() == {name for name, _, _ in found} and not _outside_fsdp(view, found)
     explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
     for name, ranks, detail in found:
         yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+
+
+def _outside_fsdp(view: View, found: Iterable[tuple[str, tuple[int, ...], str]]) -> bool:
+    """Return whether FSDP2 manages none of these parameters, and does manage others, such as frozen ones."""
+    managed = {t.name for rank in view.evidence.inventory for t in rank.tensors if t.managed is not None}
+    return bool(managed) and managed.isdisjoint(name for name, _, _ in found)
 
 
 def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:
@@ -72,7 +78,8 @@ def _describe_spread(by_rank: Mapping[int, Comparison]) -> str:
 
 _UNREDUCED = ("gradient differs between ranks", "reduced over the data-parallel ranks")
 _IGNORED: Explanation = {
-    "cause": "it is left out of FSDP and DDP (ignored_params), and nothing else reduces its gradients",
+    "cause": "it is left out of FSDP and DDP (ignored_params, or added after fully_shard(), as adapters may be), and "
+    "nothing else reduces its gradients",
     "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
 }
 _BYPASSED: Explanation = {

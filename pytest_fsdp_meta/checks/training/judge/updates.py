@@ -145,13 +145,15 @@ def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks
         differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
         if differing:
             actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
-            return {
-                "cause": f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
-                "reference: groups are chosen by names with a wrapper's prefix or by the shapes of shards, or the "
-                "function that builds the optimizer depends on the number of ranks (1 for the reference)",
-                "remedy": "choose groups by the names and the whole shapes of the unwrapped model, and compute what "
-                "depends on the number of ranks outside of the function",
-            }
+            return either(
+                f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
+                "reference: ",
+                "groups are chosen by names with a wrapper's prefix",
+                "groups are chosen by the shapes of shards, or the function that builds the optimizer depends on the "
+                "number of ranks (1 for the reference)",
+                "choose groups by the names and the whole shapes of the unwrapped model, and compute what depends on "
+                "the number of ranks outside of the function",
+            )
     return {}
 
 
@@ -168,10 +170,14 @@ def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int
             actual = rates[step] if step < len(rates) else expected
             if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
                 ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
+                how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
+                for later, own in enumerate(view.reference.rates[step + 1 :], 1):
+                    if len(own) == len(actual) and all(map(math.isclose, actual, own)):
+                        how = f"more often: it is the reference's rate of step {step + later}"
                 return {
                     "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
-                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps at "
-                    "other times, or once per rank, or it schedules an optimizer that was replaced",
+                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps "
+                    + how,
                     "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
                     "steps, and declare it in Subject(scheduler=...)",
                 }
