@@ -51,6 +51,7 @@ from pytest_fsdp_meta.evidence.records import (
     frozen_sources,
     not_declared,
     partly_held,
+    with_ties,
 )
 
 __all__ = [
@@ -99,4 +100,5 @@ __all__ = [
     "splits_model",
     "splits_sequence",
     "splits_stages",
+    "with_ties",
 ]

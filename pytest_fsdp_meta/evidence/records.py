@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -79,6 +79,25 @@ def combine_subjects(
         frozen={name: source for rank in ranks for name, source in rank.frozen.items()},
         placements={name: placements for rank in ranks for name, placements in rank.placements.items()},
         unmatched={pattern: text for pattern, text in first.unmatched.items() if pattern in shared},
+    )
+
+
+def with_ties(subject: SubjectFacts, inventory: RankInventory) -> SubjectFacts:
+    """Return the declarations with those of one name of a tie for all its names: they are one parameter."""
+
+    tied = inventory.tied_with
+
+    def all_names(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(other for name in names for other in (name, *sorted(tied.get(name, ())))))
+
+    return replace(
+        subject,
+        drawn=all_names(subject.drawn),
+        unsharded=all_names(subject.unsharded),
+        offloaded=all_names(subject.offloaded),
+        on_some_ranks=all_names(subject.on_some_ranks),
+        drawn_rows={other: rows for name, rows in subject.drawn_rows.items() for other in all_names([name])},
+        placements={other: own for name, own in subject.placements.items() for other in all_names([name])},
     )
 
 

@@ -182,6 +182,10 @@ class Record:
     def names(self) -> list[str]:
         return [*self._file_of, *self._aliases]
 
+    def stored_as(self, name: str) -> str:
+        """Return the name under which the tensor is stored: of several that are one memory, the first."""
+        return self._aliases.get(name, name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         stored = tuple(self._slice(name).get_shape())
         return stored[:-1] if self._dtype_of_bytes(name) else stored

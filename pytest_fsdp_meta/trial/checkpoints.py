@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import Comparison, Resharded
+from pytest_fsdp_meta.trial.loads import end_world
 from pytest_fsdp_meta.trial.obstacles import refuses_checkpoint
 from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on, saved_state
 from pytest_fsdp_meta.worlds import World, WorldError
@@ -127,7 +128,7 @@ def save_over(
         run_on(world, checkpoint.train_on, steps)
         run_on(world, checkpoint.save_all_over, saved)
         recorded = record_saved(world, folder)
-        world.close()
+        end_world(world)
         return None if recorded.problem else reshard_all(load_again(), load_again, saved, recorded)
     except WorldError:
         return None

@@ -55,7 +55,7 @@ class Loads:
         if self.failure is not None:
             raise self.failure
         if self._second is None or not self._second[0].alive:
-            _end(self.first)  # so that the ranks never hold two loads
+            end_world(self.first)  # so that the ranks never hold two loads
             try:
                 self._second = self.load(self.first.spec, "the second load", self._worlds)
             except WorldError as error:
@@ -70,7 +70,7 @@ class Loads:
 
     def close_second(self) -> None:
         if self._second is not None:
-            _end(self._second[0])
+            end_world(self._second[0])
 
     def of_size(self, spec: WorldSpec, label: str) -> World:
         """Load in a world of another size."""
@@ -82,7 +82,7 @@ class Loads:
             world.close()
 
 
-def _end(world: World) -> None:
+def end_world(world: World) -> None:
     """Close a world once its checkpoints are written: save() may return before, and ranks are killed."""
     if world.alive:
         with suppress(WorldError):  # after the time limit, loading reports what is missing

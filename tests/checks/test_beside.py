@@ -9,6 +9,7 @@ import pytest
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Noise, TensorNoise
 from tests.checks.evidence_factory import (
     MIDDLE,
+    add,
     healthy,
     kept_beside,
     measured,
@@ -53,6 +54,22 @@ def test_an_average_that_stands_still_while_the_parameters_move(moved, shares):
     assert all(f.cause.startswith("it is kept in bfloat16") for f in found.findings)
 
 
+def test_a_rank_without_the_parameter_keeps_no_average_of_it():
+    first, second = HEALTHY.training
+    entry = replace(first.beside[0], name="ema.expert.weight")
+    evidence = replace(HEALTHY, training=(replace(first, beside=(*first.beside, entry)), second))
+    assert [one[:3] for one in shown(PARITY, evidence)] == [("ema.expert.weight", (1,), "is not kept")]
+    assert shown(PARITY, add(evidence, replace(HEALTHY.inventory[0].by_name[MIDDLE], name="expert.weight"), [0])) == []
+
+
+def test_what_the_reference_has_under_no_name_is_said():
+    found = verdict(PARITY, on_runs(HEALTHY, None, beside=(), beside_alone=("ema.module.x",)))
+    assert (found.status, found.reason) == (
+        "skipped",
+        "ema.module.x: the reference keeps nothing of that name, so this was not compared",
+    )
+
+
 def test_a_counter_is_compared_exactly():
     counter = Comparison("ema.n_averaged", False, elements=1, differing=1, expected=3.0, actual=6.0)
     counted = on_runs(HEALTHY, None, beside=(counter,))
@@ -70,7 +87,7 @@ PLAIN = Comparison(EMA, False, problem="shape (3, 4)", should_be="(6, 4), as in 
             (STILL,),
             "nothing that is kept beside the model moves in these steps, neither here nor in the reference",
         ),
-        ((*HEALTHY.training[0].beside, PLAIN), "holds plain tensors of another shape than the reference's"),
+        ((*HEALTHY.training[0].beside, PLAIN), "plain tensors of another shape than the reference's"),
         ((), "the reference keeps none of it: give Subject(beside=...) a function of the model"),
     ],
     ids=["nothing moves", "plain tensors that hold a shard", "only the ranks keep it"],

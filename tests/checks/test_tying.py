@@ -60,7 +60,8 @@ def test_a_weight_with_two_storages(ranks):
     found = verdict(TIED, change(healthy(4), HEAD, ranks, **UNTIED))
     assert findings_of(found) == [(EMBEDDING, ranks, "does not share storage with head.weight", "tied to it", "")]
     assert found.findings[0].remedy == (
-        "tie before fully_shard() with both modules in one FSDP group; call tie_weights() again after to_empty()"
+        "tie before fully_shard() with both modules in one FSDP group, and tie again (tie_weights()) after what makes "
+        "new parameters: to_empty(), load_state_dict(assign=True)"
     )
 
 

@@ -204,7 +204,7 @@ def compared(actual, reference):
     [
         (lambda number: number + 1, "every element is 1 more than expected: some implementations"),
         (lambda number: number - 0.25, "every element is 0.25 less than expected: a constant was added"),
-        (lambda number: number + 1e-9, "the weight was not loaded"),  # less than the rounding of float32
+        (lambda number: number + 1e-9, "its wrong elements are close"),  # less than the rounding of float32
         (lambda number: number + (1 if number < 1 else 1.1), "the weight was not loaded"),
         (lambda number: number + (number < 1), "a part of it is right"),
         (lambda number: math.inf if number == 2 else number + 1, "the weight was not loaded"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.trial.test_train_step import judged, load, plain_step
+from tests.trial.test_train_step import build, judged, load, plain_step
 
 CHECKS = ("update_parity", "beside_parity", "beside_round_trip", "resume_parity")
 
@@ -34,6 +36,23 @@ def test_torchs_own_average_of_a_model_that_is_not_sharded_in_place():
     found = judged(None, CHECKS, beside=average)
     assert {one.status for one in found.values()} == {"error"}
     assert "Subject(beside={'ema': ...})" in found["beside_parity"].reason
+
+
+@pytest.mark.parametrize(("decay", "status"), [(0.9, "passed"), (0.5, "failed")])
+def test_an_average_of_what_ddp_wraps(decay, status):
+    """Its names have one more "module." than those of the reference's average."""
+
+    def average(model: nn.Module) -> AveragedModel:
+        own = decay if isinstance(model, DistributedDataParallel) else 0.9
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(own))
+
+    def function(fsdp):
+        made = load(fsdp, train_step=plain_step, beside={"ema": average})
+        made.model = DistributedDataParallel(build())
+        return made
+
+    [found] = judged(None, ("beside_parity",), function=function).values()
+    assert found.status == status, found
 
 
 def test_a_step_that_gets_everything_by_name():

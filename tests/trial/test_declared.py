@@ -22,6 +22,18 @@ def test_a_pattern_may_match_on_another_rank():
     assert facts.frozen == {"expert1.bias": "expert1.bias"}
 
 
+def test_what_is_declared_of_one_name_of_a_tie_holds_for_the_other():
+    def load(fsdp: Rank) -> Subject:
+        model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return Subject(model, drawn={"head.weight": slice(2, None)}, unsharded="embed.weight")
+
+    facts = observe(load, wanted=["inventory"]).subject
+    both = {"embed.weight", "head.weight"}
+    assert (set(facts.drawn), set(facts.unsharded)) == (both, both)
+    assert facts.drawn_rows == dict.fromkeys(both, (2, None))
+
+
 def test_a_pattern_that_matches_on_no_rank_is_an_error():
     def load(fsdp: Rank) -> Subject:
         return Subject(nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2)}), on_some_ranks="experts.*")

@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -223,6 +224,34 @@ def test_an_export_that_is_not_the_model_has_its_own_reference(change, tensor, a
     findings = [(f.tensor, f.actual, f.expected) for f in verdicts[EXPORTS].findings]
     assert (tensor, actual, expected) in findings if tensor else findings == []
     assert verdicts[EXPORTS].status == ("failed" if tensor else "passed")
+
+
+def test_an_export_without_what_its_reference_adds_has_the_models_own_values():
+    def own(model: nn.Module) -> dict[str, Tensor]:
+        return {f"{i}.weight": model.get_parameter(f"{i}.weight").full_tensor() for i in "01"}  # type: ignore[attr-defined]
+
+    def loader(fsdp):
+        return declared(fsdp, adapted(), adapted, state_dict=own, export_reference=merged_model)
+
+    findings = judged(loader, [EXPORTS])[EXPORTS].findings
+    assert [finding.tensor for finding in findings] == ["0.weight", "1.weight"]
+    assert all(finding.cause.startswith("the export has the model's own values") for finding in findings)
+
+
+def test_of_a_tie_in_an_export_reference_one_name_is_enough():
+    def tied() -> nn.Module:
+        model = adapted()
+        model[1].weight = model[0].weight
+        return model
+
+    def loader(fsdp):
+        return declared(fsdp, adapted(), adapted, state_dict=lambda model: first_of_a_tie(model), export_reference=tied)
+
+    def first_of_a_tie(model):
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        return {name: value for name, value in whole.items() if name != "1.weight"}
+
+    assert judged(loader, [EXPORTS])[EXPORTS].status == "passed"
 
 
 def test_an_export_reference_that_raises_is_named():
@@ -635,9 +664,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_a_second_time(tmp_path)
     assert {path.name.partition(" ")[0] for path in tmp_path.iterdir()} == {"continued"}
 
 
-@pytest.mark.parametrize("how", ["a future", "a thread", "a process", "a daemon"])
+@pytest.mark.parametrize("how", ["a future", "a thread", "a process", "a daemon", "beside a dead proxy"])
 def test_what_a_save_leaves_running_ends_before_it_is_loaded(how):
-    """As when a process exits, which waits for all but daemons."""
+    """As when a process exits, which waits for all but daemons.
+
+    A weakref.proxy whose object is gone raises when it is asked what it is an instance of.
+    """
     writers = []
 
     def in_background(model, optimizer, folder):
@@ -658,9 +690,13 @@ def test_what_a_save_leaves_running_ends_before_it_is_loaded(how):
     def load(model, optimizer, folder):
         resume(model, None, folder)
 
-    found = judged(
-        lambda fsdp: declared(fsdp, build(), save=in_background, resume=load, optimizer=plain), (ROUND_TRIP, AGAIN)
-    )
+    def loader(fsdp):
+        made = declared(fsdp, build(), save=in_background, resume=load, optimizer=plain)
+        if how == "beside a dead proxy":
+            made.model.watchers = [weakref.proxy(set())]
+        return made
+
+    found = judged(loader, (ROUND_TRIP, AGAIN))
     if how == "a daemon":
         assert statuses(found) == {ROUND_TRIP: "error", AGAIN: "error"}
         assert "raised FileNotFoundError in Subject(resume=...)" in found[ROUND_TRIP].reason

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
-from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, with_ties
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
@@ -145,7 +145,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
     }
     return Loaded(
         inventory=inventory,
-        subject=facts,
+        subject=with_ties(facts, inventory),
         recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),

@@ -53,7 +53,8 @@ def finish_saving() -> None:
     doing("waiting for what save() left running")
     left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set()) & _running()
     # Idle workers of an executor that somebody still holds end only when it is shut down, as at the interpreter's exit.
-    for executor in [one for one in gc.get_objects() if isinstance(one, Executor)] if left else []:
+    # The type, because isinstance() asks a dead weakref.proxy for its class, which raises.
+    for executor in [one for one in gc.get_objects() if issubclass(type(one), Executor)] if left else []:
         executor.shutdown()
     for one in left:
         one.join()

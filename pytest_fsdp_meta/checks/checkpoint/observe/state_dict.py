@@ -169,19 +169,22 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
     fitting = [name for name in common if gathered.shape(name) == reference.shape(name)]
     state = {name: gathered.read_whole(name) for name in gathered.names() if name in fitting or name not in reference}
     assembled = []
-    for found, whole in _put_together(folder, exports, reference):
+    for found, whole in _put_together(folder, exports, reference, declared):
         assembled.append(found)
         if whole is not None and (found.name not in reference or reference.shape(found.name) == tuple(whole.shape)):
             state[found.name] = whole
     memory: dict[str, object] = {}
     if declared:
-        lacking, excess = [n for n in reference.names() if n not in state], [n for n in state if n not in reference]
+        loaded = {reference.stored_as(name) for name in state if name in reference}  # of a tie, one name fills all
+        lacking = [name for name in reference.names() if reference.stored_as(name) not in loaded]
+        excess = [name for name in state if name not in reference]
     else:
         model = current().state["reference"]
         lacking, excess = model.load_state_dict(state, strict=False)
         memory = {name: memory_key(tensor) for name, _, tensor in named_tensors(model)}
     comparisons = [compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common]
-    comparisons = [_within_rounding(c, gathered, reference) for c in comparisons] if declared else comparisons
+    if declared:
+        comparisons = [_within_rounding(c, gathered.dtype(c.name), reference) for c in comparisons]
     extra = {key for own in exports for key in own.keys if key.endswith(EXTRA_STATE)}
     known = extra | set(common) | {found.name for found in assembled}
     filled = {memory[name] for name in known if name in memory} - {None}  # of a tie, one name fills all
@@ -207,11 +210,11 @@ def _equal_in(model: Record, gathered: Record, comparisons: Iterable[Comparison]
     return tuple(c.name for c in found if c.equal)
 
 
-def _within_rounding(comparison: Comparison, gathered: Record, reference: Record) -> Comparison:
+def _within_rounding(comparison: Comparison, dtype: str, reference: Record) -> Comparison:
     """Return the comparison as one of equal tensors if all elements are within rounding of the largest one."""
     if comparison.equal or comparison.problem is not None:
         return comparison
-    dtypes = gathered.dtype(comparison.name), reference.dtype(comparison.name)
+    dtypes = dtype, reference.dtype(comparison.name)
     allowed = max((LOSS_TOLERANCE[dtype] for dtype in dtypes if dtype in LOSS_TOLERANCE), default=0.0)
     largest = float(reference.read_whole(comparison.name).abs().max())
     return replace(comparison, equal=comparison.max_abs <= allowed * largest)
@@ -224,7 +227,7 @@ def _rounds(dtype: torch.dtype, values: Tensor) -> bool:
 
 
 def _put_together(
-    folder: str, exports: Sequence[RankExport], reference: Record
+    folder: str, exports: Sequence[RankExport], reference: Record, declared: bool
 ) -> Iterator[tuple[Assembled, Tensor | None]]:
     """Yield each tensor that ranks export in parts, and the whole if each part fits into one whole."""
     names = list(dict.fromkeys(name for own in exports for name in own.exported))
@@ -237,7 +240,7 @@ def _put_together(
             rank: Part(records[rank].read_whole(name), facts.shape, facts.regions, facts.flat)
             for rank, facts in exported.items()
         }
-        compared = tuple(_compared(rank, name, part, reference) for rank, part in parts.items())
+        compared = tuple(_compared(rank, name, part, reference, declared) for rank, part in parts.items())
         if len({facts.shape for facts in (*exported.values(), *held.values())}) > 1:
             yield Assembled(name, compared), None
             continue
@@ -259,10 +262,12 @@ def _without_what_is_gathered_already(
     return exported
 
 
-def _compared(rank: int, name: str, part: Part, reference: Record) -> ExportedPart:
+def _compared(rank: int, name: str, part: Part, reference: Record, declared: bool) -> ExportedPart:
     if name not in reference:
         return ExportedPart(rank)
     comparison = compare(name, part, reference, name)
+    if declared:
+        comparison = _within_rounding(comparison, str(part.local.dtype).removeprefix("torch."), reference)
     rounds = comparison.problem is None and _rounds(part.local.dtype, read_part(part, reference, name))
     return ExportedPart(rank, comparison, str(part.local.dtype).removeprefix("torch.") if rounds else "")
 

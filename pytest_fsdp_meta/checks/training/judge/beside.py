@@ -35,6 +35,9 @@ def beside_parity(view: View) -> Iterable[Finding]:
             cases.setdefault(comparison.name, []).append((rank, comparison))
     if "beside" not in view.evidence.subject.declared:
         raise NotDeclared("beside")
+    alone = list(dict.fromkeys(name for run in runs for name in run.beside_alone))
+    if not cases and alone:
+        raise NotJudged(f"{first_of(alone)}: {_NO_COUNTERPART}")
     if not cases:
         raise NotJudged(
             "the reference keeps none of it: give Subject(beside=...) a function of the model, such as a class that "
@@ -60,11 +63,13 @@ def beside_parity(view: View) -> Iterable[Finding]:
         )
     if untrained:
         raise PartlyJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
+    if alone:
+        raise PartlyJudged(f"{first_of(alone)}: {_NO_COUNTERPART}")
     unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]
     if unlike:
         raise PartlyJudged(
-            f"{first_of(unlike)} holds plain tensors of another shape than the reference's; keep DTensors, so that "
-            "the part that a rank holds is known"
+            f"{first_of(unlike)}: plain tensors of another shape than the reference's; keep DTensors, so that the part "
+            "that a rank holds is known"
         )
 
 
@@ -74,7 +79,8 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
         explanation = _NEVER_UPDATED if len(still) == len(pairs) else _UPDATED_ON_SOME
         yield Finding(name, still, "does not move", "updated after each step", **explanation)
         return
-    without = tuple(rank for rank in range(len(view.evidence.training or ())) if rank not in dict(pairs))
+    kept, holders = dict(pairs), _holders_of_its_parameter(view, name)
+    without = tuple(rank for rank in holders if rank not in kept)
     if without:
         yield Finding(name, without, "is not kept", "kept on every rank", **_ON_SOME_RANKS)
     off = [(rank, c) for rank, c in pairs if limits.exceeded(rank, c)]
@@ -87,6 +93,14 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
         if c.measure is None and c.problem is None and not c.equal
     )
     yield from view.findings_for(name, counted)
+
+
+def _holders_of_its_parameter(view: View, entry: str) -> list[int]:
+    """Return the ranks that have the parameter that an entry is named after; all of them if it is named after none."""
+    inventory = view.evidence.inventory
+    names = {t.name for rank in inventory for t in rank.tensors if entry.endswith(f".{t.name}")}
+    longest = max(names, key=len, default="")
+    return [rank.rank for rank in inventory if not longest or longest in rank.by_name]
 
 
 def _followed(runs: Sequence[RankTraining]) -> dict[str, tuple[int, int]]:
@@ -113,6 +127,7 @@ def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
 FOLLOWED = 0.1
 """Share of the elements that move in the parameters: an average in which fewer move stands still."""
 _KEEP_FLOAT = "keep it in float32, and cast it where it is evaluated or exported"
+_NO_COUNTERPART = "the reference keeps nothing of that name, so this was not compared"
 _HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
 
 

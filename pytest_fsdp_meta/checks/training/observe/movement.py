@@ -32,6 +32,7 @@ from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import Record
+from pytest_fsdp_meta.text import clean_name
 
 GRAINS = 8.0
 """Units in the last place; a smaller update may be rounded away on one side only, subject or reference."""
@@ -234,11 +235,27 @@ def copy_beside(beside: Beside) -> dict[str, Tensor]:
 
 def compare_beside(
     beside: Beside, before: Mapping[str, Tensor], records: Mapping[str, Record]
-) -> tuple[Comparison, ...]:
-    """Compare what is kept beside the model with what the reference keeps; the measure is of how far it moved."""
+) -> tuple[tuple[Comparison, ...], tuple[str, ...]]:
+    """Compare what is kept beside the model with what the reference keeps; the measure is of how far it moved.
+
+    Return as well the names of which the reference keeps nothing.
+    """
     if "updated_beside" not in records:
-        return ()
-    return _compare_moved(beside.tensors(), before, records["beside"], records["updated_beside"])
+        return (), ()
+    values, updated = records["beside"], records["updated_beside"]
+    parts = list(beside.tensors())
+    theirs = {name: _counterpart(name, updated) for name, _ in parts}
+    known = [(theirs[name], part) for name, part in parts if theirs[name]]
+    renamed = {theirs[name]: kept for name, kept in before.items() if theirs[name]}
+    return _compare_moved(known, renamed, values, updated), tuple(name for name in theirs if not theirs[name])
+
+
+def _counterpart(name: str, updated: Record) -> str:
+    """Return the name in the unwrapped reference, without what torch's wrappers and DDP add; "" if there is none."""
+    clean = clean_name(name)
+    owner, _, path = clean.partition(".")
+    without_ddp = f"{owner}.{path.replace('module.', '', 1)}"
+    return next((own for own in (name, clean, without_ddp) if own in updated), "")
 
 
 def count_followed(

@@ -91,7 +91,7 @@ def observe_training(
     reshard(subject.model)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
-    averages, moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
+    (averages, alone), moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
     followed = count_followed(beside, kept, subject.model, seen.before)
     broadcast = broadcast_buffers(subject.model)
     swallowed_updates = seen.swallowed(noise)
@@ -127,6 +127,7 @@ def observe_training(
         forward=seen.weights.observed(),
         rates=tuple(run.rates),
         beside=averages,
+        beside_alone=alone,
         followed=followed,
         draws_in_evaluation=seen.draws.modules,
         buffers=TrainedBuffers(
