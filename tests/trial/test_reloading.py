@@ -254,6 +254,33 @@ def test_of_a_tie_in_an_export_reference_one_name_is_enough():
     assert judged(loader, [EXPORTS])[EXPORTS].status == "passed"
 
 
+@pytest.mark.parametrize("by", ["state_dict", "save"])
+def test_frozen_weights_that_are_merged_and_unmerged_are_rounded(by):
+    """As modelscope/ms-swift#10154: what is added and subtracted again leaves rounding, at each call."""
+
+    @torch.no_grad()
+    def merging(model, *_):
+        for sign in (1, -1):
+            for layer in model:
+                layer.weight.add_(1 / 3, alpha=sign)
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+    def save(model, optimizer, folder):
+        for_torch(model, optimizer, folder)
+        merging(model)
+
+    def loader(fsdp):
+        model = build()
+        for layer in model:
+            layer.weight.requires_grad_(False)
+        with_author = {"state_dict": merging} if by == "state_dict" else {"save": save, "resume": from_torch}
+        return declared(fsdp, model, **with_author, batch=None)
+
+    check = EXPORTS if by == "state_dict" else ROUND_TRIP
+    found = [finding for finding in judged(loader, [check])[check].findings if "itself changes" in finding.actual]
+    assert {finding.tensor for finding in found} == {"0.weight", "1.weight"}
+
+
 def test_an_export_reference_that_raises_is_named():
     def failing() -> nn.Module:
         raise FileNotFoundError("merged.safetensors")

@@ -106,5 +106,5 @@ def test_a_model_that_save_leaves_averaged(size):
         "save() itself changes it in the model",
         "the same after save()",
     )
-    assert finding.cause.startswith("save() swaps, averages or casts weights in place and does not put them back")
+    assert finding.cause.startswith("it swaps, averages, merges or casts weights in place and does not put them back")
     assert {id for id, found in verdicts.items() if found.status == "failed"} <= {ROUND_TRIP, SECOND}

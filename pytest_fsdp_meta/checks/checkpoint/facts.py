@@ -108,6 +108,8 @@ class RankExport:
     keys: tuple[str, ...]
     held: Mapping[str, PartFacts] = field(default_factory=dict)
     exported: Mapping[str, PartFacts] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    """The frozen parameters that the author's state_dict() changes."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class Export:
     rounded: Mapping[str, str] = field(default_factory=dict)
     """The tensors whose dtype in the export cannot hold the reference's values, with that dtype."""
     assembled: tuple[Assembled, ...] = ()
+    changed: tuple[tuple[str, ...], ...] = ()
+    """For each rank, the frozen parameters that the author's state_dict() changes."""
     unchanged: tuple[str, ...] = ()
     """The tensors that differ from a declared export_reference, and have the values of the reference instead."""
 

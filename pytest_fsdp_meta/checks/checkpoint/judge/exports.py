@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled
-from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import EQUAL, describe_difference, equal_to_reference, is_equal
+from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
+    EQUAL,
+    MOVED,
+    describe_difference,
+    equal_to_reference,
+    is_equal,
+)
 from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -65,6 +71,10 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     source, values = (OWN, f"those of {OWN}") if declared else ("the reference", "the reference's")
     equal, wrong = _right_values(view, export, declared)
     renamed = {clean_name(key) for key in export.unexpected}  # reported under the key with the wrapper's prefix
+    changed = ((rank, name) for rank, names in enumerate(export.changed) for name in names)
+    for name, ranks in ranks_by(changed).items():
+        if view.judgeable(name):
+            yield Finding(name, ranks, "state_dict() itself changes this frozen weight", "the same after it", **MOVED)
     for name in export.missing:
         if name not in renamed and view.judgeable(name):
             yield Finding(name, (0,), "missing in the gathered state dict", "exported")

@@ -168,7 +168,7 @@ def _not_restored(
         if name in skipped or name in left_out or not view.judgeable(name):
             continue
         if moved := tuple(number for number, rank in enumerate(before) if name in rank.moved):
-            yield Finding(name, moved, "save() itself changes it in the model", "the same after save()", **_MOVED)
+            yield Finding(name, moved, "save() itself changes it in the model", "the same after save()", **MOVED)
             continue
         ranks = _changed_on(name, [rank.tensors for rank in before], [rank.tensors for rank in after])
         untouched = tuple(rank for rank in ranks if name in after[rank].untouched)
@@ -211,10 +211,11 @@ _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
 }
-_MOVED: Explanation = {
-    "cause": "save() swaps, averages or casts weights in place and does not put them back, so the training continues "
-    "from other ones",
-    "remedy": "put them back before save() returns, as by optimizer.train() after optimizer.eval(), or save copies",
+MOVED: Explanation = {
+    "cause": "it swaps, averages, merges or casts weights in place and does not put them back as they were, so the "
+    "training continues from other ones",
+    "remedy": "save copies, or put copies back before save() returns (optimizers with eval() and train() do so): what "
+    "is added and then subtracted, as a merged adapter, is rounded",
 }
 _EXTRA_STATE: Explanation = {
     "cause": "set_extra_state() does not restore what get_extra_state() returns, or it differs between ranks",

@@ -43,12 +43,19 @@ def _can_hold_mark(local: Tensor) -> bool:
 
 
 def with_changes(
-    held: RankSaved, before: Mapping[str, Tensor], after: Mapping[str, Tensor], parameters: Collection[str]
+    held: RankSaved,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    parameters: Collection[str],
+    frozen: Collection[str],
 ) -> RankSaved:
-    """Add what save() changed. An optimizer may average the weights to save them, and then take that back."""
+    """Add what save() changed. An optimizer may average the weights to save them, and then take that back.
+
+    That rounds them, which is no matter for what trains on; a frozen weight has to stay as it is.
+    """
     digests = {name: digest(local) for name, local in after.items() if name in before}
     changed = [name for name, found in digests.items() if found != held.tensors[name]]
-    rounded = tuple(name for name in changed if _is_rounding(before[name], after[name]))
+    rounded = tuple(name for name in changed if name not in frozen and _is_rounding(before[name], after[name]))
     tensors = {**held.tensors, **{name: digests[name] for name in rounded}}
     moved = tuple(name for name in changed if name in parameters and name not in rounded)
     return replace(held, tensors=tensors, moved=moved, rounded=rounded)

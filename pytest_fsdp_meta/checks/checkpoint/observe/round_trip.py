@@ -186,8 +186,9 @@ def _save(
         before = {name: local.clone() for name, local in _persistent_locals(subject.model).items()}
         call_author("save", subject, optimizer, folder, beside)
         reshard(subject.model)
-        parameters = {name for name, kind, _ in named_tensors(subject.model) if kind == "parameter"}
-        return with_changes(held, before, _persistent_locals(subject.model), parameters)
+        parameters = {name: tensor for name, kind, tensor in named_tensors(subject.model) if kind == "parameter"}
+        frozen = [name for name, tensor in parameters.items() if not tensor.requires_grad]
+        return with_changes(held, before, _persistent_locals(subject.model), parameters, frozen)
     states = _torch_states(subject.model, optimizer)
     # The trial deletes it soon, so it does not have to survive a crash of the machine: do not wait for the disk.
     writer = dcp.FileSystemWriter(folder, sync_files=False)

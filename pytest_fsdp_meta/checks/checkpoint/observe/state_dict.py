@@ -28,11 +28,12 @@ from pytest_fsdp_meta.evidence import Comparison, Export, PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import zero3
-from pytest_fsdp_meta.ranks.adapters.dtensor import fits, own_part, placed_like, sizes, with_elements
+from pytest_fsdp_meta.ranks.adapters.dtensor import fits, local_part, own_part, placed_like, sizes, with_elements
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import boxes_of, facts_of, record_parts, rows_of
 from pytest_fsdp_meta.ranks.batches import calling_field
-from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, reshard, unwrapped
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import current, doing
@@ -100,8 +101,11 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
     rank = own.rank
     doing("gathering the state dict")
     state: Mapping[str, Any]
+    changed: tuple[str, ...] = ()
     if subject.state_dict is not None:
+        before = _digests_of_frozen(subject.model)
         state = author_state_dict(subject)
+        changed = tuple(name for name, own in _digests_of_frozen(subject.model).items() if own != before.get(name, own))
     elif from_parts:
         state = get_model_state_dict(subject.model)
     else:
@@ -125,7 +129,15 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
         tuple(state),
         {name: facts_of(part) for name, part in held.items()},
         record_parts(exported, _own_file(rank, folder)) if from_parts else {},
+        changed,
     )
+
+
+def _digests_of_frozen(model: Module) -> dict[str, str]:
+    reshard(model)
+    parts = parts_of(model)
+    frozen = ((name, parts.of(name, p).local) for name, p in model.named_parameters() if not p.requires_grad)
+    return {name: digest(local_part(local)) for name, local in frozen if is_array(local)}
 
 
 def _part_in(value: Tensor, tensor: Tensor | None, held: Part | None) -> Part:
@@ -199,6 +211,7 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
             and _rounds(getattr(torch, gathered.dtype(name)), reference.read_whole(name))
         },
         assembled=tuple(assembled),
+        changed=tuple(own.changed for own in exports),
         unchanged=_equal_in(Record(model_record), gathered, comparisons) if declared else (),
     )
 

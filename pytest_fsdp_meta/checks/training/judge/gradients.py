@@ -261,12 +261,13 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
         remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
         if view.evidence.subject.loss_over_ranks == "same":
             cause = (
-                f"divided once too often {counted}: the loss is that of all ranks, computed from what a collective "
-                "gathered, which passes no gradient on to the other ranks, and the reduction averages the parts"
+                f"divided once too often {counted}: backward() goes through the rank's own share of the loss only, "
+                "because it is divided by the count of all ranks, or a collective that gathers passes no gradient on, "
+                "and the reduction averages the shares"
             )
             remedy = (
-                "use a collective with a backward (torch.distributed.nn.functional), or multiply the loss by the "
-                "number of ranks before backward()"
+                "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
+                "(torch.distributed.nn.functional)"
             )
     return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
 
