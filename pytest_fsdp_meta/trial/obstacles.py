@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankStateDict
+from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankStateDict
 from pytest_fsdp_meta.evidence import (
     RankInventory,
     ReferenceFacts,
@@ -178,6 +178,21 @@ def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | No
                     f"{tensor.name} is sharded on another dim than 0 and its shard on rank {rank.rank} is empty, "
                     "which gloo cannot gather"
                 )
+    return None
+
+
+def beside_not_loaded_by_torch(saved: Sequence[RankResumed], subject: SubjectFacts) -> Unavailable | None:
+    """Return what torch's checkpoint cannot keep of what is beside the model: a shard of each rank without its place.
+
+    The fingerprint of a tensor starts with its dtype and shape.
+    """
+    if "save" in subject.declared:
+        return None
+    for name in dict.fromkeys(name for rank in saved for name in rank.plain):
+        shapes = {rank.beside.get(name, "").rpartition(" ")[0] for rank in saved}
+        if len(shapes) > 1 and all(shape.endswith(")") for shape in shapes):
+            summary = f"{name} is a plain tensor of another shape on other ranks, of which torch keeps one; {DECLARE}"
+            return Unavailable(summary, kind="undeclared")
     return None
 
 

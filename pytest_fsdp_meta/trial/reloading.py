@@ -37,6 +37,7 @@ from pytest_fsdp_meta.trial.loads import Loads, describe_size, other_size
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
+    beside_not_loaded_by_torch,
     describe_odd_model,
     explain_missing_state,
     exported_in_parts,
@@ -195,7 +196,9 @@ class Reloading(TableRun):
             return _models(self._saved_with_optimizer)
         return self._unsavable() or self._save(self.loads.second_world, checkpoint.save_model, self._path("kept"))
 
-    def _resume(self) -> tuple[RankResumed, ...]:
+    def _resume(self) -> tuple[RankResumed, ...] | Unavailable:
+        if reason := beside_not_loaded_by_torch(self._saved_with_optimizer, self.subject):
+            return reason
         self._loaded_with_optimizer = tuple(self.loads.run_second(checkpoint.load_all, self._path("continued")))
         return _with_steps(self._loaded_with_optimizer, self.loads.run_second(checkpoint.train_on, self._steps_on))
 
@@ -206,6 +209,8 @@ class Reloading(TableRun):
         return tuple(self.loads.run_second(checkpoint.load_model, self._path(name)))
 
     def _restore_again(self) -> tuple[RankResumed, ...] | Unavailable:
+        if reason := beside_not_loaded_by_torch(self._saved_with_optimizer, self.subject):
+            return reason
         for earlier in ("resumed", "restored"):
             if (reason := self.unavailable.get(earlier, NOT_WANTED)).error:
                 return reason  # loading the first checkpoint raised or hung, and would do so again

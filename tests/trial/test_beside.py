@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -53,6 +54,46 @@ def test_an_average_of_what_ddp_wraps(decay, status):
 
     [found] = judged(None, ("beside_parity",), function=function).values()
     assert found.status == status, found
+
+
+class OfOwnShards:
+    """An average of plain tensors, which say nothing of the place of a shard."""
+
+    def __init__(self, model):
+        self.own = {name: local(parameter).clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.own[name].lerp_(local(parameter), 0.1)
+
+    def state_dict(self):
+        return dict(self.own)
+
+    def load_state_dict(self, state):
+        for name, own in self.own.items():
+            own.copy_(state[name])
+
+
+def local(parameter):
+    return getattr(parameter.detach(), "to_local", parameter.detach)()
+
+
+def test_torch_cannot_keep_plain_shards_of_uneven_sizes():
+    def uneven() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(4, 3)
+
+    def function(fsdp):
+        made = load(fsdp, reference=uneven, beside={"ema": OfOwnShards})
+        made.model = fully_shard(uneven(), mesh=fsdp.mesh)
+        return made
+
+    found = judged(None, ("beside_round_trip", "resume_parity"), function=function)
+    assert {one.status for one in found.values()} == {"skipped"}
+    assert found["beside_round_trip"].reason == (
+        "ema.weight is a plain tensor of another shape on other ranks, of which torch keeps one; declare "
+        "Subject(save=..., resume=...)"
+    )
 
 
 def test_a_step_that_gets_everything_by_name():

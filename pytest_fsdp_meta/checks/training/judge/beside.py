@@ -21,7 +21,7 @@ from pytest_fsdp_meta.text import first_of
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="Averaged weights are what is evaluated and released, and nothing that is logged depends on them.",
-    cause="they are updated once per micro-batch, before the optimizer steps, with another decay or on some ranks only",
+    cause="they are updated once per micro-batch, before the optimizer steps, or with another decay",
     remedy="update them once after each step of the optimizer, from this rank's shards",
     references=["pytorch/pytorch#117742"],
     fields=["beside"],
