@@ -164,7 +164,7 @@ def names_match_reference(view: View) -> Iterable[Finding]:
     for name in filter(view.judgeable, missing):
         expected = f"a {reference[name].kind}, as in the reference"
         explanation = _explain_bias(name, ours, reference) or (_IN_NO_STAGE if view.evidence.subject.stages else {})
-        if without_numbers(name) in numbered:
+        if not explanation and without_numbers(name) in numbered:
             explanation = _GIVEN_TO_NONE
         yield Finding(name, ranks, "missing", expected, **explanation)
     if view.reference.complete:  # checkpoints do not distinguish parameters from buffers

@@ -368,8 +368,8 @@ def _describe_departure(how: Departure) -> str:
     if how.row_factors is not None:
         least, most = (f"{factor:.3g}" for factor in how.row_factors)
         return (
-            f"each row along the last dim is another multiple of the reference's ({least} to {most}), as by a mean, "
-            "norm or softmax over a part of the row"
+            f"each row along the last dim is another multiple of the reference's ({least} to {most}), as by a mean, a "
+            "norm or a softmax of the row that is computed otherwise, or over a part of it"
         )
     if how.same_vector:
         return "all its rows along the last dim are off by the same vector, as by a missing or doubled bias"

@@ -168,7 +168,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if _starts_in_a_module(view):
         by_forward = add_precision(view, _OTHER_MODULE)
     elif by_step and _forward_agrees(view):
-        by_forward = {**_OTHER_LOSS, "cause": f"{_OTHER_LOSS['cause']}{_split_causes(view, by_step)}"}
+        by_forward = _explain_other_loss(view)
     else:
         by_forward = add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
     return _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or by_forward
@@ -185,7 +185,9 @@ def _starts_in_a_module(view: View) -> bool:
     """Return whether the forward of the first step departs within the model, and so before there is a loss."""
     traces = view.evidence.traces
     place = find_place(traces) if traces and not traces[0].step else None
-    return place is not None and place.phase == FORWARD and bool(place.module)
+    if place is None or place.phase != FORWARD:
+        return False
+    return bool(place.module or (place.before and place.before[1]))
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
@@ -221,11 +223,23 @@ _OTHER_FORWARD = either(
     "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader uses "
     "another precision on purpose, set tolerance=...",
 )
-_OTHER_LOSS: Explanation = {
-    "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
-    "Subject(loss=...): other labels (shifted once too often or not at all, masked otherwise), or another divisor",
-    "remedy": "compare the labels, the mask and the divisor in train_step with those in Subject(loss=...)",
-}
+
+
+def _explain_other_loss(view: View) -> Explanation:
+    """Explain a loss of right outputs: another divisor changes it by a small factor, other labels by any."""
+    ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
+    divisor = "another divisor, such as the tokens of one micro-batch"
+    labels = "other labels (shifted once too often or not at all, masked otherwise)"
+    near = theirs / 2 < ours < 2 * theirs
+    return {
+        "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
+        f"Subject(loss=...): {', or '.join((divisor, labels) if near else (labels, divisor))}"
+        + _split_causes(view, by_step=True),
+        "remedy": "compare the divisor, the labels and their mask in train_step with those in Subject(loss=...), over "
+        "all micro-batches and ranks",
+    }
+
+
 _OTHER_MODULE = either(
     "the first forward already differs where it is said to start, although the weights are equal: ",
     "the module is another one, random or configured differently (attention, scale, activation, precision)",
