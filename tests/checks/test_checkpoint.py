@@ -223,6 +223,16 @@ def test_a_world_of_another_size_loads_other_values(off, detail):
     assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", detail)]
 
 
+def test_a_part_of_several_blocks_that_is_saved_as_one():
+    """NVIDIA/Megatron-LM#4841: a rank has rows of gate and rows of up."""
+    blocks = change(healthy(), MIDDLE, [0], regions=(((0, 2), (4, 5)), ((0, 4),)))
+    blocks = change(blocks, MIDDLE, [1], regions=(((2, 4), (5, 6)), ((0, 4),)))
+    (finding,) = verdict(RESHARDS, elsewhere(blocks, OTHER)).findings
+    assert finding.cause.startswith("each rank's part consists of several blocks of the tensor (gate and up, ")
+    (finding,) = verdict(RESHARDS, elsewhere(healthy(), OTHER)).findings
+    assert finding.cause.startswith("shards are saved by rank")
+
+
 def refused(evidence: Evidence) -> Evidence:
     error = "RuntimeError in Subject(resume=...): another size"
     return replace(evidence, resharded=replace(evidence.resharded, comparisons=(), refused=error, ranks=(0,)))
@@ -381,6 +391,15 @@ def test_an_optimizer_without_any_loaded_state():
     # If only one rank has no state, the cause is another.
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
     assert not [finding for finding in found if finding.cause.startswith("no state is")]
+
+
+def test_a_state_that_training_changed_while_it_was_saved():
+    """NVIDIA/nvidia-resiliency-ext#376: what copies tensors from a GPU leaves AdamW's step, on the CPU, as it is."""
+    changed = adam(healthy(), tuple(healthy().continued[0].state), step="float32 () 4.0")
+    running = again(changed, "continued", running=True)
+    assert {finding.cause.split(",")[0] for finding in verdict(OPTIMIZER, running).findings} == {
+        "save() returned before it had copied the state"
+    }
 
 
 ADAM = {"step": "float32 () 3.0", "exp_avg": "float32 (6, 4) a", "exp_avg_sq": "float32 (6, 4) b"}

@@ -16,7 +16,9 @@ from tests.checks.evidence_factory import (
     HEAD,
     MIDDLE,
     change,
+    declare,
     drew,
+    drop,
     findings_of,
     healthy,
     on_some,
@@ -128,6 +130,17 @@ def test_tensors_that_are_drawn_from_the_same_seed():
     assert found == [(FROZEN, (0, 1), f"the same numbers as {EMBEDDING}", "numbers of its own", "")]
     (one,) = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING, [1])))
     assert one[:2] == (FROZEN, (1,))
+
+
+def test_stages_that_draw_from_one_seed():
+    """Modalities/modalities#426: tensors on different stages are alike."""
+    evidence = drew(healthy(), EMBEDDING, FROZEN)
+    shards = change(evidence, FROZEN, [1], digest=evidence.inventory[0].by_name[EMBEDDING].digest)
+    assert verdict(ID, shards).findings == ()
+    stages = declare(drop(drop(shards, EMBEDDING, [1]), FROZEN, [0]), stages=((0,), (1,)), by_stage=(EMBEDDING, FROZEN))
+    (finding,) = verdict(ID, stages).findings
+    assert (finding.tensor, finding.actual) == (FROZEN, f"the same numbers as {EMBEDDING}")
+    assert finding.cause == "every stage of the pipeline draws its own layers from the same seed"
 
 
 def test_tensors_may_be_equal_where_the_reference_copies_them_or_ties_them():

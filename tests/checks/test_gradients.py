@@ -17,6 +17,7 @@ from tests.checks.evidence_factory import (
     PARAMETERS,
     change,
     change_reference,
+    declare,
     differ,
     empty,
     findings_of,
@@ -314,6 +315,26 @@ def test_unreduced_gradients_of_all_parameters_are_those_of_a_wrapper_that_is_by
     found = verdict(PARITY, replace(both, training=runs)).findings
     assert len(found) == 1 + (other != (0.5, 0.5))
     assert all(finding.cause.startswith(cause) for finding in found)
+
+
+def test_parameters_that_were_added_after_sharding():
+    """hao-ai-lab/FastVideo#1666: adapters beside a frozen model that FSDP2 manages."""
+    both = ignored(0.75, 0.25, name=EMBEDDING, of=ignored(0.75, 0.25))
+    held = (tuple(c for c in run.gradients if c.name in (MIDDLE, EMBEDDING)) for run in both.training)
+    runs = tuple(replace(run, gradients=own) for run, own in zip(both.training, held, strict=True))
+    added = change(replace(both, training=runs), FROZEN, managed=True)
+    assert {finding.cause for finding in verdict(PARITY, added).findings} == {IGNORED[0]}
+
+
+@pytest.mark.parametrize(("names", "enters"), [([MIDDLE], True), (PARAMETERS, False)])
+def test_a_part_of_the_loss_that_enters_after_gradients_that_agree(names, enters):
+    """NVIDIA-NeMo/Automodel#1408: an auxiliary loss that nothing backpropagates."""
+    evidence = declare(healthy(), declared=healthy().subject.declared | {"train_step"})
+    for name in names:
+        evidence = evidence if name == FROZEN else remeasured(evidence, name, 1.0, 0.5)
+    causes = [finding.cause for finding in verdict(PARITY, evidence).findings]
+    assert causes
+    assert all(cause.startswith("the loss and the gradients that the backward reaches") is enters for cause in causes)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,12 @@ def test_a_tensor_that_was_never_written(name, world, ranks, facts, value, eleme
         assert found.findings[0].remedy == "recompute it after to_empty(), as the module's __init__ does"
 
 
+def test_a_drawn_tensor_that_was_never_written_is_in_no_checkpoint():
+    evidence = declare(change(unequal(MIDDLE, 2), MIDDLE, nan=12, poisoned=12), drawn=(MIDDLE,))
+    (finding,) = verdict(WRITTEN, evidence).findings
+    assert finding.cause.startswith("it is declared drawn, and what draws it did not reach it: a slice or view")
+
+
 def test_an_unwritten_tensor_that_lost_its_tie_has_a_specific_cause():
     untied = change(unequal(HEAD), HEAD, nan=5, poisoned=5, storage="its own", identity=7)
     (finding,) = verdict(WRITTEN, untied).findings

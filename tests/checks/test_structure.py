@@ -273,6 +273,14 @@ def test_another_dtype(evidence, name, now, was):
     assert findings_of(verdict(DTYPES, evidence)) == [(name, (0, 1), now, was, "")]
 
 
+@pytest.mark.parametrize(("computes_in", "kept"), [(("bfloat16",), True), ((), False), (("float16",), False)])
+def test_weights_in_the_dtype_of_the_policy_have_no_masters(computes_in, kept):
+    """NVIDIA-NeMo/Automodel#3979: casting to float32 master weights does nothing."""
+    ranks = tuple(replace(rank, computes_in=computes_in) for rank in healthy().inventory)
+    (finding,) = verdict(DTYPES, change(replace(healthy(), inventory=ranks), MIDDLE, dtype="bfloat16")).findings
+    assert finding.cause.startswith("the weights have the dtype in which the mixed-precision policy computes") is kept
+
+
 @pytest.mark.parametrize(
     ("name", "now", "actual", "expected", "remedy"),
     [

@@ -339,6 +339,24 @@ def test_a_whole_tensor_that_differs_on_one_rank_is_not_a_slice():
         assert "mesh coordinate" not in finding.remedy
 
 
+def test_a_persistent_buffer_that_holds_zeros_was_not_loaded():
+    """deepspeedai/DeepSpeed#8358: parameters are copied, and a buffer is none."""
+    evidence = healthy()
+    for rank in (0, 1):
+        evidence = measured(evidence, COUNTER, rank, 0.0, 5.0, 5.0)
+    (finding,) = verdict("buffers_equal_reference", evidence).findings
+    assert finding.cause.startswith("it holds only zeros, as after its creation: nothing was loaded into it")
+
+
+def test_the_values_of_a_tensor_of_another_rank_or_stage():
+    """tenstorrent/tt-metal#54884: a stage reads its layers by the number that they have there."""
+    evidence = differ(healthy(), MIDDLE, [1], differing=12)
+    other = evidence.inventory[0].by_name[EMBEDDING].digest
+    (finding,) = verdict(PARAMS, change(evidence, MIDDLE, [1], digest=other)).findings
+    assert finding.detail.endswith(f"; these are the values of {EMBEDDING}")
+    assert finding.cause_sharded.startswith("it holds the values of another tensor: it is read by the number")
+
+
 def test_zeros_where_the_reference_has_none():
     everywhere = healthy()
     for rank in (0, 1):
