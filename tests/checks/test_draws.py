@@ -134,11 +134,10 @@ def test_tensors_that_are_drawn_from_the_same_seed():
 
 def test_stages_that_draw_from_one_seed():
     """Modalities/modalities#426: tensors on different stages are alike."""
-    evidence = drew(healthy(), EMBEDDING, FROZEN)
-    shards = change(evidence, FROZEN, [1], digest=evidence.inventory[0].by_name[EMBEDDING].digest)
-    assert verdict(ID, shards).findings == ()
-    stages = declare(drop(drop(shards, EMBEDDING, [1]), FROZEN, [0]), stages=((0,), (1,)), by_stage=(EMBEDDING, FROZEN))
-    (finding,) = verdict(ID, stages).findings
+    whole = drew(healthy(mesh={"pp": 2}), EMBEDDING, FROZEN)
+    alike = change(whole, FROZEN, [1], digest=whole.inventory[0].by_name[EMBEDDING].digest)
+    parts = drop(drop(alike, EMBEDDING, [1]), FROZEN, [0])
+    (finding,) = verdict(ID, declare(parts, stages=((0,), (1,)), by_stage=(EMBEDDING, FROZEN))).findings
     assert (finding.tensor, finding.actual) == (FROZEN, f"the same numbers as {EMBEDDING}")
     assert finding.cause == "every stage of the pipeline draws its own layers from the same seed"
 
