@@ -35,6 +35,7 @@ from tests.checks.evidence_factory import (
     with_reference,
 )
 
+SAVED = "those of the model when it was saved"
 REPEATABLE, NAMES, ROUND_TRIP = "load_is_repeatable", "state_dict_names_clean", "dcp_round_trip"
 RESHARDS, EXPORTS = "dcp_reshards", "full_state_dict_exports"
 OPTIMIZER, RESUME, AGAIN = "optimizer_state_round_trip", "resume_parity", "second_save_is_current"
@@ -161,8 +162,8 @@ def test_a_tensor_that_loading_does_not_change():
     other = saved(layers__0__weight="other")
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
     assert findings_of(found) == [
-        (MIDDLE, (0,), "not restored: loading does not change it", "the saved values", ""),
-        (MIDDLE, (1,), "different values after loading", "the saved values", ""),
+        (MIDDLE, (0,), "not restored: loading does not change it", SAVED, ""),
+        (MIDDLE, (1,), "different values after loading", SAVED, ""),
     ]
     assert ["casts" in finding.cause for finding in found.findings] == [False, True]
     assert found.findings[1].cause.endswith("or saving writes one rank's shards only, or each rank's under one name")
@@ -173,7 +174,7 @@ def test_a_tensor_that_loading_does_not_change():
 
 def test_what_is_not_restored():
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
-    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", SAVED, "")]
     evidence = again(healthy(), "saved", extra={"norm._extra_state": "scale 3"})
     found = verdict(ROUND_TRIP, again(evidence, "restored", extra={"norm._extra_state": "scale 1"}))
     assert findings_of(found) == [("norm._extra_state", (0, 1), "different state after loading", "the saved state", "")]
@@ -189,7 +190,7 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
         "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
-    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", "the saved values", "")]
+    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", SAVED, "")]
 
 
 def test_a_missing_key_is_reported_by_one_check():
@@ -220,7 +221,7 @@ def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
 )
 def test_a_world_of_another_size_loads_other_values(off, detail):
     found = verdict(RESHARDS, elsewhere(healthy(), off))
-    assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", "the saved values", detail)]
+    assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", SAVED, detail)]
 
 
 def test_a_part_of_several_blocks_that_is_saved_as_one():
@@ -258,7 +259,7 @@ def test_what_the_larger_world_saved_in_the_folder_is_loaded():
     momentum = replace(OTHER, name=f"{MIDDLE}: momentum_buffer")
     found = verdict(RESHARDS, over(healthy(), comparisons=((OTHER,),), optimizer=((momentum,),)))
     assert findings_of(found) == [
-        (MIDDLE, (0,), f"different values {where}", "the saved values", NUMBERS),
+        (MIDDLE, (0,), f"different values {where}", SAVED, NUMBERS),
         (MIDDLE, (0,), f"different momentum_buffer {where}", "the saved optimizer state", NUMBERS),
     ]
     assert all(finding.cause.startswith("files of the larger world ") for finding in found.findings)
@@ -548,8 +549,8 @@ def test_a_second_save_of_the_first_values():
 def test_a_second_save_that_is_not_restored():
     evidence = loaded_again(healthy(), {MIDDLE: "other", HEAD: "overwritten"}, untouched=(HEAD,))
     assert findings_of(verdict(AGAIN, evidence)) == [
-        (MIDDLE, (0, 1), "different values after loading the second save", "the saved values", ""),
-        (HEAD, (0, 1), "not restored from the second save: loading does not change it", "the saved values", ""),
+        (MIDDLE, (0, 1), "different values after loading the second save", SAVED, ""),
+        (HEAD, (0, 1), "not restored from the second save: loading does not change it", SAVED, ""),
     ]
     broken_before = again(evidence, "restored", tensors=evidence.restored_again[0].model.tensors)
     assert verdict(ROUND_TRIP, broken_before).status == "failed"

@@ -206,7 +206,7 @@ def _of_another(owner: str) -> Explanation:
     }
 
 
-SAVED = "the saved values"
+SAVED = "those of the model when it was saved"
 _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
