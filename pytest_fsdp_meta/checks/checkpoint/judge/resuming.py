@@ -186,8 +186,8 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
     found: dict[str, list[tuple[int, Mismatch]]] = {}
     for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
         for name, old, new in changes(saved.beside, loaded.beside):
-            fresh = loaded.beside_before.get(name)
-            found.setdefault(name, []).append((rank, _describe_beside(name, old, new, saved.rounded.get(name), fresh)))
+            mismatch = _describe_beside(name, old, new, saved.rounded.get(name), _is_changed(name, loaded))
+            found.setdefault(name, []).append((rank, mismatch))
     for name in [name for name in found if name not in by_rank]:
         yield from view.findings_for(name, found[name])
     if by_rank:
@@ -203,14 +203,22 @@ def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 
 
-def _describe_beside(name: str, old: str, new: str, rounded: str | None, fresh: str | None) -> Mismatch:
+def _is_changed(name: str, loaded: RankResumed) -> bool:
+    """Return whether resume() has changed the object that an entry belongs to: it is no longer as it was built."""
+    owner = name.partition(".")[0]
+    before = loaded.beside_before
+    own = [entry for entry in before if entry.partition(".")[0] == owner]
+    return any(loaded.beside.get(entry) != before[entry] for entry in own)
+
+
+def _describe_beside(name: str, old: str, new: str, rounded: str | None, changed: bool) -> Mismatch:
     if not old:
         return Mismatch("a state after loading", "none, as saved")
     if not new:
         return Mismatch("no state after loading", "a state, as saved")
     if new == rounded:
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
-    explanation = _CHANGED_AFTERWARDS if fresh is not None and new != fresh else Explanation()
+    explanation = _CHANGED_AFTERWARDS if changed else Explanation()
     if name.startswith("scheduler."):
         explanation = _STARTS_AGAIN
     for read in (_number_in, _dtype_in):
