@@ -335,7 +335,8 @@ def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Findi
             if not c.equal and name not in lost and view.judgeable(name):
                 wrong.setdefault((name, key), []).append((rank, c))
     for (name, key), cases in wrong.items():
-        yield _moved(name, key, cases, world)
+        found, in_blocks = _moved(name, key, cases, world), cases[0][1].problem is None and _is_in_blocks(view, name)
+        yield found.explained_by(_IN_BLOCKS) if in_blocks else found
 
 
 def _moved(name: str, key: str, cases: Sequence[tuple[int, Comparison]], world: str) -> Finding:
