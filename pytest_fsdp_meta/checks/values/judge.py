@@ -361,8 +361,10 @@ def _unusable(view: View, source: str) -> dict[str, str]:
 def _held_elsewhere(view: View, name: str, wrong: Cases) -> str:
     """Return the one other tensor that has on some rank, or in the reference, the bits that ``name`` has; else "".
 
-    Constant tensors, such as the weights of norms after their creation, are like several others.
+    Constant tensors, such as zeros or the weights of norms after their creation, are like others by chance.
     """
+    if any(map(_is_constant, (comparison for _, comparison in wrong))):
+        return ""
     reference = view.evidence.reference
     inventories = [*view.evidence.inventory, *([reference.inventory] if reference is not None else [])]
     tied = view.evidence.inventory[0].tied_with.get(name, frozenset())
@@ -370,6 +372,14 @@ def _held_elsewhere(view: View, name: str, wrong: Cases) -> str:
     others = {t.name for ranks in inventories for t in ranks.tensors if t.digest is not None and t.digest in held}
     others -= {name, *tied}
     return others.pop() if len(others) == 1 else ""
+
+
+def _is_constant(comparison: Comparison) -> bool:
+    """Return whether all elements are zero, or as large as the first that differs."""
+    measure, first = comparison.measure, comparison.actual
+    if measure is None or first is None:
+        return False
+    return not measure.actual or math.isclose(measure.actual, abs(first) * math.sqrt(measure.elements), rel_tol=1e-6)
 
 
 def _difference(
