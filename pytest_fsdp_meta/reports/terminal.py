@@ -148,16 +148,16 @@ def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
         first = next(iter(details))
         detail = "; ".join(filter(None, [details[first], "with other numbers for the others"]))
         return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({first}: {detail})"]
-    lines, told = [], set[str]()
+    lines, shown = [], set[str]()
     for folded, name in names.items():
         detail = details[name]
         where = "" if name == folded or not detail else f"{name}: "
         same = next((tie - {name} for tie in verdict.ties if folded in tie), frozenset[str]())
         also = [other for other in names if other in same and details[other] == detail]
         tied = f" (also {', '.join(also)}, tied to it)" if also else ""
-        if name not in told:
+        if name not in shown:
             lines.append(f"  {folded}{tied}, {ranks}: {mismatch}" + (f" ({where}{detail})" if detail else ""))
-        told.update(also)
+        shown.update(also)
     return lines
 
 

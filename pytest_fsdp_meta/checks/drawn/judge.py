@@ -121,7 +121,7 @@ def _may_be_meant(part: Drawn) -> bool:
 def _equal_tensors(by_name: dict[str, list[Drawn]], stages: bool) -> Iterator[Finding]:
     """Report tensors with the same values as another one on the same ranks, unless the reference's own are the same.
 
-    Of a pipeline with ``stages``, each of which draws its own tensors, on any ranks.
+    In a pipeline with ``stages``, each stage draws its own tensors, so those of all ranks are compared.
     """
     held = [(name, part) for name, parts in by_name.items() for part in parts if part.draw.own.distinct > 1]
     pairs = len(held) * (len(held) - 1) // 2

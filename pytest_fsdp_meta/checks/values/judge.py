@@ -316,7 +316,8 @@ def _differences(
             found.pop(name, None)
     wrong = {name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()}
     swapped = find_swapped(wrong)
-    elsewhere = {name: other for name, cases in wrong.items() if (other := _held_elsewhere(view, name, cases))}
+    owners = _names_by_digest(view) if any(wrong.values()) else {}
+    elsewhere = {name: other for name, cases in wrong.items() if (other := _held_elsewhere(view, owners, name, cases))}
     for name, pairs in found.items():
         original = renamed.get(name, name)
         if original in unusable:
@@ -358,19 +359,27 @@ def _unusable(view: View, source: str) -> dict[str, str]:
     return unusable | dict.fromkeys(reference.uninitialised, "never writes the tensor")
 
 
-def _held_elsewhere(view: View, name: str, wrong: Cases) -> str:
+def _names_by_digest(view: View) -> dict[str, set[str]]:
+    """Return which tensors have these bits on some rank, or in the reference."""
+    reference = view.evidence.reference
+    owners: dict[str, set[str]] = {}
+    for inventory in (*view.evidence.inventory, *([reference.inventory] if reference is not None else [])):
+        for tensor in inventory.tensors:
+            if tensor.digest is not None:
+                owners.setdefault(tensor.digest, set()).add(tensor.name)
+    return owners
+
+
+def _held_elsewhere(view: View, owners: Mapping[str, set[str]], name: str, wrong: Cases) -> str:
     """Return the one other tensor that has on some rank, or in the reference, the bits that ``name`` has; else "".
 
     Constant tensors, such as zeros or the weights of norms after their creation, are like others by chance.
     """
     if any(map(_is_constant, (comparison for _, comparison in wrong))):
         return ""
-    reference = view.evidence.reference
-    inventories = [*view.evidence.inventory, *([reference.inventory] if reference is not None else [])]
     tied = view.evidence.inventory[0].tied_with.get(name, frozenset())
-    held = {view.evidence.inventory[rank].by_name[name].digest for rank, _ in wrong}
-    others = {t.name for ranks in inventories for t in ranks.tensors if t.digest is not None and t.digest in held}
-    others -= {name, *tied}
+    held = (view.evidence.inventory[rank].by_name[name].digest for rank, _ in wrong)
+    others = set[str]().union(*(owners.get(digest or "", ()) for digest in held)) - {name, *tied}
     return others.pop() if len(others) == 1 else ""
 
 
@@ -406,9 +415,10 @@ def _difference(
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
             kept = name in view.evidence.subject.drawn_rows
-            explanation = SWAPPED if name in swapped else explain_pattern(tensor, cases, comparable)
-            if other and name not in swapped:
-                explanation = ELSEWHERE
+            if other:
+                explanation = SWAPPED if name in swapped else ELSEWHERE
+            else:
+                explanation = explain_pattern(tensor, cases, comparable)
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
             actual = f"values{' outside the drawn rows' * kept} that differ from {compared_with}"
             yield Finding(name, ranks, actual, "", detail, **(_NOT_KEPT if kept and not other else explanation))

@@ -204,7 +204,7 @@ def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
 
 
 def _is_changed(name: str, loaded: RankResumed) -> bool:
-    """Return whether resume() has changed the object that an entry belongs to: it is no longer as it was built."""
+    """Return whether resume() has changed anything in the object that an entry belongs to."""
     owner = name.partition(".")[0]
     before = loaded.beside_before
     own = [entry for entry in before if entry.partition(".")[0] == owner]

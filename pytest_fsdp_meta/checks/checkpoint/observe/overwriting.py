@@ -51,7 +51,7 @@ def with_changes(
 ) -> RankSaved:
     """Add what save() changed. An optimizer may average the weights to save them, and then take that back.
 
-    That rounds them, which is no matter for what trains on; a frozen weight has to stay as it is.
+    That rounds them. Weights that train on may be rounded; frozen ones have to stay as they are.
     """
     digests = {name: digest(local) for name, local in after.items() if name in before}
     changed = [name for name, found in digests.items() if found != held.tensors[name]]

@@ -278,11 +278,11 @@ def _without_what_is_gathered_already(
 def _compared(rank: int, name: str, part: Part, reference: Record, declared: bool) -> ExportedPart:
     if name not in reference:
         return ExportedPart(rank)
-    comparison = compare(name, part, reference, name)
+    comparison, dtype = compare(name, part, reference, name), str(part.local.dtype).removeprefix("torch.")
     if declared:
-        comparison = _within_rounding(comparison, str(part.local.dtype).removeprefix("torch."), reference)
+        comparison = _within_rounding(comparison, dtype, reference)
     rounds = comparison.problem is None and _rounds(part.local.dtype, read_part(part, reference, name))
-    return ExportedPart(rank, comparison, str(part.local.dtype).removeprefix("torch.") if rounds else "")
+    return ExportedPart(rank, comparison, dtype if rounds else "")
 
 
 def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Tensor, dict[str, Any]]:

@@ -79,10 +79,11 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
         explanation = _NEVER_UPDATED if len(still) == len(pairs) else _UPDATED_ON_SOME
         yield Finding(name, still, "does not move", "updated after each step", **explanation)
         return
-    kept, holders = dict(pairs), _holders_of_its_parameter(view, name)
-    without = tuple(rank for rank in holders if rank not in kept)
-    if without:
-        yield Finding(name, without, "is not kept", "kept on every rank", **_ON_SOME_RANKS)
+    if len(pairs) < len(view.evidence.training or ()):
+        kept = dict(pairs)
+        without = tuple(rank for rank in _holders_of_its_parameter(view, name) if rank not in kept)
+        if without:
+            yield Finding(name, without, "is not kept", "kept on every rank", **_ON_SOME_RANKS)
     off = [(rank, c) for rank, c in pairs if limits.exceeded(rank, c)]
     if off:
         ranks = tuple(rank for rank, _ in off)

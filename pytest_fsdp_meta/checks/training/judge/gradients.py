@@ -200,8 +200,8 @@ def _describe_wrong(
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
     # A gradient of nothing but rounding is many times that of the reference, and no factor says why.
-    told = allowed < 1
-    by_factor = by_label(wrong, lambda measure: multiple(measure, allowed) if told else "")
+    may_have_factor = allowed < 1
+    by_factor = by_label(wrong, lambda measure: multiple(measure, allowed) if may_have_factor else "")
     for factor, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
         explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)

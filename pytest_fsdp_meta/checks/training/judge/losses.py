@@ -165,13 +165,17 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared
+    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven
+    return explanation or _explain_forward(view, by_step)
+
+
+def _explain_forward(view: View, by_step: bool) -> Explanation:
+    """Explain a first loss by what was traced of its forward, if anything was."""
     if _starts_in_a_module(view):
-        by_forward = add_precision(view, _OTHER_MODULE)
-    elif by_step and _forward_agrees(view):
-        by_forward = _explain_other_loss(view)
-    else:
-        by_forward = add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
-    return _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or by_forward
+        return add_precision(view, _OTHER_MODULE)
+    if by_step and _forward_agrees(view):
+        return _explain_other_loss(view)
+    return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
 
 
 def _forward_agrees(view: View) -> bool:
