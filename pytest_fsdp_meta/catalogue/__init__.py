@@ -20,6 +20,7 @@ from pytest_fsdp_meta.checks.training.judge import (
     forward,
     gradients,
     losses,
+    modes,
     optimization,
     second_step,
     updates,
@@ -34,7 +35,7 @@ from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, Partl
 FAMILIES = (
     *(structure, materialisation, sharding, communication),
     *(values, draws, tying, memory),
-    *(forward, gradients, clipping, optimization, buffers, second_step, updates, losses, accumulation, beside),
+    *(forward, modes, gradients, clipping, optimization, buffers, second_step, updates, losses, accumulation, beside),
     *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed, simulated_sizes),
 )

@@ -12,12 +12,11 @@ from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.data.facts import Epoch, RankBatches
 from pytest_fsdp_meta.checks.drawn.facts import RankDraws
 from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
-from pytest_fsdp_meta.checks.random_numbers.facts import RankTrainingMode
 from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, stages_of
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.checks.structure.facts import RankInventory
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
-from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining
+from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining, RankTrainingMode
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
 
@@ -165,6 +164,10 @@ class ReferenceFacts:
     """With the rows of each data-parallel slice; empty if it is not trained."""
     seed: int | None = None
     """The seed that building it has left in torch's generator."""
+    evaluated: str = ""
+    """Why it was trained in ``eval()`` to be compared with the ranks, or empty."""
+    by_batch: tuple[str, ...] = ()
+    """The modules that stay in ``eval()``, because in ``train()`` they normalise by statistics of a rank's own rows."""
 
     @property
     def complete(self) -> bool:

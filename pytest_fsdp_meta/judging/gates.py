@@ -12,7 +12,7 @@ from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 BLOCKING_CHECKS = (
@@ -125,6 +125,7 @@ def unless_explained(
     else:
         require_gradients(view)
         require_noise(view, tolerance, (comparison.relative for comparison in compared))
+        require_training_mode(view)
     return found
 
 
@@ -155,6 +156,12 @@ def require_gradients(view: View) -> None:
             "the reference's gradients are all zero, so there is nothing to compare; give Subject(loss=...) a loss "
             "that depends on the parameters, and Subject(batch=...) rows that are not zero"
         )
+
+
+def require_training_mode(view: View) -> None:
+    """Raise PartlyJudged if the model had to be compared in eval(), where nobody trains it."""
+    if view.reference.evaluated:
+        raise PartlyJudged(f"ranks and reference are compared in eval(), because {view.reference.evaluated}")
 
 
 def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:

@@ -48,6 +48,11 @@ def set_states(states: States, device: torch.device) -> None:
         _module(kind).set_rng_state(state, *_index(device, kind))
 
 
+def changed_generators(before: States, after: States) -> list[str]:
+    """Return the device types whose generators have another state."""
+    return [kind for kind, state in before.items() if not torch.equal(state, after[kind])]
+
+
 def draw_from_all(times: int, device: torch.device) -> None:
     """Advance each generator, by as many draws."""
     for kind in dict.fromkeys(("cpu", device.type)):

@@ -18,7 +18,7 @@ R = TypeVar("R")
 CHECKS = "pytest_fsdp_meta.checks"
 ON_RANKS = (
     *(f"{CHECKS}.checkpoint.observe.{name}" for name in ("round_trip", "saved_state", "state_dict")),
-    *(f"{CHECKS}.training.observe.{name}" for name in ("training", "noise")),
+    *(f"{CHECKS}.training.observe.{name}" for name in ("training", "noise", "training_mode")),
     *(f"{CHECKS}.data.observe", f"{CHECKS}.drawn.observe"),
     "pytest_fsdp_meta.ranks.preload:warm_up",
 )
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.data import observe as author_data
     from pytest_fsdp_meta.checks.drawn import observe as drawn_weights
     from pytest_fsdp_meta.checks.materialisation import observe as loading
-    from pytest_fsdp_meta.checks.random_numbers import observe as random_numbers
     from pytest_fsdp_meta.checks.simulation.observe import load as simulation
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
-    from pytest_fsdp_meta.checks.training.observe import noise, reference, training
+    from pytest_fsdp_meta.checks.training.observe import noise, reference, training, training_mode
     from pytest_fsdp_meta.checks.values import observe as values
 else:
 
@@ -55,7 +54,6 @@ else:
     drawn_weights = ObserverModule("drawn.observe")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
-    random_numbers = ObserverModule("random_numbers.observe")
     reference = ObserverModule("training.observe.reference")
     saved_state = ObserverModule("checkpoint.observe.saved_state")
     simulated_step = ObserverModule("simulation.observe.step")
@@ -64,6 +62,7 @@ else:
     step_collectives = ObserverModule("collectives.observe")
     traces = ObserverModule("tracing.observe.step")
     training = ObserverModule("training.observe.training")
+    training_mode = ObserverModule("training.observe.training_mode")
     values = ObserverModule("values.observe")
 
 __all__ = [
@@ -74,7 +73,6 @@ __all__ = [
     "drawn_weights",
     "loading",
     "noise",
-    "random_numbers",
     "reference",
     "run_on",
     "saved_state",
@@ -84,6 +82,7 @@ __all__ = [
     "step_collectives",
     "traces",
     "training",
+    "training_mode",
     "values",
 ]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
-from pytest_fsdp_meta.checks.random_numbers.facts import RankTrainingMode
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import (
     Comparison,
     Epoch,
@@ -46,7 +46,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, random_numbers, run_on, saved_state, state_dict
+from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, run_on, saved_state, state_dict, training_mode
 from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
@@ -152,7 +152,7 @@ class Reloading(TableRun):
             return reason
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
-        return tuple(self.loads.run_first(random_numbers.observe_training_mode))
+        return tuple(self.loads.run_first(training_mode.observe_training_mode))
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:

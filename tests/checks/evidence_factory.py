@@ -11,7 +11,8 @@ from typing import Any
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
-from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState, RankTrainingMode
+from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
@@ -218,7 +219,7 @@ def grouped(rank: RankInventory, ranks: int) -> tuple[GatheredGroup, ...]:
 
 
 def drawn(mesh: Mapping[str, int], place: Sequence[int]) -> RankTrainingMode:
-    """Return the draws of a rank that is seeded by its slice of the batch: one dropout, of one activation."""
+    """Return the draws of a rank that is seeded by its slice of the batch: one dropout, computed again in backward."""
     index, slices = 0, 1
     for (dim, size), position in zip(mesh.items(), place, strict=True):
         if not splits_model(dim):
@@ -234,7 +235,7 @@ def drawn(mesh: Mapping[str, int], place: Sequence[int]) -> RankTrainingMode:
         seeded=True,
         operand=f"rows of slice {index}",
     )
-    return RankTrainingMode((index, slices), (draw,))
+    return RankTrainingMode((index, slices), (draw, replace(draw, call=1, again=True)))
 
 
 def on_some(records: Iterable[Any] | None, ranks: Iterable[int] | None, edit: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -252,6 +253,16 @@ def redrawn(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any
         return replace(step, draws=tuple(replace(draw, **facts) for draw in step.draws))
 
     return replace(evidence, training_mode=on_some(evidence.training_mode, ranks, redraw))
+
+
+def redrawn_in_backward(evidence: Evidence) -> Evidence:
+    """Let the backward of every rank draw other numbers than its forward."""
+
+    def redraw(step: RankTrainingMode) -> RankTrainingMode:
+        again = tuple(replace(draw, state="another") if draw.again else draw for draw in step.draws)
+        return replace(step, draws=again)
+
+    return replace(evidence, training_mode=on_some(evidence.training_mode, None, redraw))
 
 
 def with_random_state(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:

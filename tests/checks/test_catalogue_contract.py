@@ -47,6 +47,7 @@ from tests.checks.evidence_factory import (
     on_runs,
     place,
     redrawn,
+    redrawn_in_backward,
     remeasured,
     second_step,
     undeclared,
@@ -94,7 +95,7 @@ EMPTY = {
     *("tied_weights_share_storage", "tied_weights_stay_tied", "replicas_stay_equal", "frozen_weights_stay_frozen"),
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
     *("beside_parity", "beside_round_trip"),
-    *("random_numbers_follow_the_mesh", "random_numbers_resume"),
+    *("random_numbers_follow_the_mesh", "random_numbers_resume", "recomputation_draws_alike", "modules_train"),
     *("second_save_is_current", "drawn_weights_are_one_draw", "buffers_follow_training"),
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
@@ -327,6 +328,8 @@ BROKEN = {
     "forward_sees_current_weights": on_runs(
         healthy(), None, forward=ForwardWeights(3, (StaleWeight(MIDDLE, "layers.0", 1, "gathered"),))
     ),
+    "modules_train": with_rank(healthy(), "training_mode", evaluating=(MIDDLE,)),
+    "recomputation_draws_alike": redrawn_in_backward(healthy()),
     "step_memory_bounded": on_runs(healthy(), None, memory=StepMemory(2**22)),
     "every_trainable_moves": on_runs(healthy(), None, movements=(Movement(MIDDLE, 3, 3),)),
     "replicas_stay_equal": trained_otherwise(MIDDLE, HSDP, digest="other bits"),

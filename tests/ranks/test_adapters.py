@@ -6,6 +6,7 @@ import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, mi
 from pytest_fsdp_meta.checks.values.observe import compare
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.loader.adapter import PartError
+from pytest_fsdp_meta.ranks import modes
 from pytest_fsdp_meta.ranks.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.ranks.inventory import tensor_facts
 from pytest_fsdp_meta.ranks.reference_record import Record, boxes, write_record
@@ -451,6 +453,12 @@ class MegatronFSDP(nn.Module):
         return self.module(x)
 
 
+@pytest.fixture
+def a_rank(monkeypatch):
+    monkeypatch.setattr(modes, "current", lambda: SimpleNamespace(device=torch.device("cpu"), state={}))
+
+
+@pytest.mark.usefixtures("a_rank")
 @pytest.mark.parametrize("auto_sync", [True, False])
 def test_megatron_fsdp_reduces_in_the_last_micro_batch_only(auto_sync):
     model = MegatronFSDP(auto_sync)
@@ -459,6 +467,7 @@ def test_megatron_fsdp_reduces_in_the_last_micro_batch_only(auto_sync):
     assert model.switches == [(False, False), (auto_sync, True)]
 
 
+@pytest.mark.usefixtures("a_rank")
 def test_megatron_fsdp_switches_are_restored_after_an_error():
     model = MegatronFSDP(auto_sync=True)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())

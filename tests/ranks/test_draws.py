@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
-from pytest_fsdp_meta.checks.random_numbers.observe import DrawsInEvaluation, watching_draws
+from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout, watching_draws
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.generators import draw_from_all, read_states, seed_of, set_states
 from pytest_fsdp_meta.worlds import SEED
@@ -157,12 +157,12 @@ def test_numbers_that_no_operator_draws_are_hidden():
 
 def test_modules_that_draw_in_evaluation_mode():
     model = nn.Sequential(nn.Dropout(0.5), Drawing(functional.dropout)).eval()
-    seen = DrawsInEvaluation(model, CPU)
+    seen = DrawsWithoutDropout(model, CPU)
     for step in range(3):
         with seen.around(step):
             model(ACTIVATION)
     assert seen.modules == ("1",)
-    silent = DrawsInEvaluation(model[0], CPU)
+    silent = DrawsWithoutDropout(model[0], CPU)
     for step in range(3):
         with silent.around(step):
             model[0](ACTIVATION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,19 @@ from pytest_fsdp_meta.checks.memory.observe.step import OWN_STEP, StepMemoryWatc
 from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
+from pytest_fsdp_meta.ranks import modes
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 
 ROWS, WIDTH = 8, 16
 TENSOR = ROWS * WIDTH * 4
 """The bytes of one activation."""
+
+
+@pytest.fixture(autouse=True)
+def a_rank(monkeypatch):
+    """What is observed outside of a world knows the device of a rank, and no reason for eval()."""
+    monkeypatch.setattr(modes, "current", lambda: SimpleNamespace(device=torch.device("cpu"), state={}))
 
 
 class Net(nn.Module):
@@ -41,7 +49,7 @@ class Net(nn.Module):
 
 def observe(model: nn.Module, run):
     """Let the loss of a subject run something, and then a backward of nothing."""
-    return memory_of(Subject(model, batch=dict, loss=partial(loss_after, run)), {}, torch.device("cpu"))
+    return memory_of(Subject(model, batch=dict, loss=partial(loss_after, run)), {})
 
 
 def loss_after(run, model: nn.Module, _: object) -> torch.Tensor:
@@ -193,7 +201,7 @@ def test_an_error_after_the_watched_block_is_raised():
 
 def test_the_step_of_the_author_is_not_run_again():
     subject = Subject(Net(), batch=dict, train_step=lambda model, optimizer, batch: 1 / 0)
-    assert memory_of(subject, {}, torch.device("cpu")) == StepMemory(None, problem=OWN_STEP)
+    assert memory_of(subject, {}) == StepMemory(None, problem=OWN_STEP)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

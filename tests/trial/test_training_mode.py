@@ -111,7 +111,7 @@ def test_a_model_that_fails_in_training_mode_only():
     found = judged(evidence)
     assert found.status == "error"
     assert "raised RuntimeError in Subject(loss=...): needs a schedule" in found.reason
-    assert "while a step in training mode" in found.detail
+    assert "while a step with dropout" in found.detail
     assert judged(evidence, "dcp_round_trip").status == "passed"
 
 

@@ -34,6 +34,7 @@ from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defa
 from pytest_fsdp_meta.ranks.precision import precision
 from pytest_fsdp_meta.ranks.sending import pack_function
 from pytest_fsdp_meta.ranks.torch_names import lacking
+from pytest_fsdp_meta.ranks.torch_private import is_compiled
 from pytest_fsdp_meta.ranks.watching import DTensorDraws, watching
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
@@ -135,6 +136,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         inventory,
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
         poison_kept=poison_active,
+        compiled=any(map(is_compiled, subject.model.modules())),
         computes_in=computes_in,
         reduces_in=reduces_in,
         optimizer=None if built is None else optimizer_facts(built, subject),

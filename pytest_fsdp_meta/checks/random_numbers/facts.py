@@ -1,4 +1,4 @@
-"""Evidence about random numbers: what each rank draws in training mode, and its generators at a checkpoint.
+"""Evidence about random numbers: what each rank draws in a step, and its generators at a checkpoint.
 
 What is drawn depends on the generator's state, the operator and the shape alone, so equal states mean equal numbers,
 also in kernels that show no mask.
@@ -32,19 +32,10 @@ class Draw:
     """Whether the author gave it: it is not the seed that the plugin sets before loading."""
     operand: str = ""
     """A digest of the tensor that the numbers are applied to, such as the input of a dropout; empty if unknown."""
+    again: bool = False
+    """Whether the backward drew, where it computes a part of the forward again."""
     by_dtensor: bool = False
     """Whether a DTensor ran the operator on its shard. Only on accelerators does it give each shard its own numbers."""
-
-
-@dataclass(frozen=True)
-class RankTrainingMode:
-    """A forward, or the author's own step, of one rank in training mode, from the random state that the loader left."""
-
-    data_parallel: tuple[int, int]
-    """(index, size) of this rank's slice of the batch."""
-    draws: tuple[Draw, ...] = ()
-    hidden: bool = False
-    """Whether a generator has advanced although no operator was seen to draw: custom kernels are not seen."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Random numbers in training mode: alike where ranks compute one thing together, different where rows are."""
+"""Random numbers in training: alike where ranks compute one thing together, different where rows are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
-from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RankTrainingMode
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import coordinates
 from pytest_fsdp_meta.judging.families import random_numbers_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, joined_runs
 
 SEED_BY_SLICE = "torch.manual_seed(seed + <index of the data-parallel slice>)"
@@ -28,11 +29,11 @@ class _Pair(NamedTuple):
 
 
 @random_numbers_check(
-    promise="in training mode, ranks that compute the same activation draw the same random numbers for it, and ranks "
-    "with other rows draw others",
+    promise="in training, ranks that compute the same activation draw the same random numbers for it, ranks with other "
+    "rows draw others, and replicas stay equal where each rank draws from its own generator",
     needs=["inventory", "training_mode"],
     uses=["reference"],
-    after=BLOCKING_CHECKS,
+    after=[*BLOCKING_CHECKS, "replicas_stay_equal"],
     why="With one mask for the rows of all ranks, the noise of dropout does not average out over the batch; with "
     "several masks for one activation, tensor-parallel ranks compute different models. The losses look plausible.",
     cause="the ranks are not seeded by what they compute",
@@ -57,7 +58,10 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     alike = [p for p in judged if _same_numbers(p)]
     of_one_slice = {p.ranks for p in alike if len({steps[rank].data_parallel for rank in p.ranks}) == 1}
     explanation = _ALL_ALIKE if len(alike) == len(judged) else _SOME_ALIKE
-    yield from _findings([p for p in together if not _same_numbers(p)], *_NOT_ALIKE)
+    unlike = [p for p in together if not _same_numbers(p)]
+    yield from _findings(unlike, *_NOT_ALIKE)
+    if not unlike:
+        yield from _parted(view, steps)
     yield from _findings([p for p in alike if p.ranks not in of_one_slice], *_SAME_ON_OTHER_ROWS, explanation)
     yield from _findings([p for p in alike if p.ranks in of_one_slice], *_SAME_ON_OTHER_TOKENS)
     if len(judged) < len(apart):
@@ -151,6 +155,22 @@ def _mesh_ignored(pair: _Pair) -> bool:
     return any(draw.by_dtensor and draw.generator == "cpu" for draw in pair.draws)
 
 
+def _parted(view: View, steps: Sequence[RankTrainingMode]) -> Iterator[Finding]:
+    """Yield what is replicated and no longer equal after the step, which starts from each rank's own random state."""
+    after = [{} if step.after is None else step.after.by_name for step in steps]
+    for name, tensors in view.tensors("parameter", only=set().union(*after)):
+        held = ranks_by((rank, tensor.regions) for rank, tensor in tensors if tensor.numel and name in after[rank])
+        apart = [r for ranks in held.values() if len({after[r][name].digest for r in ranks}) > 1 for r in ranks]
+        if apart:
+            actual = "replicas differ after a step from the random state that the loader left"
+            yield Finding(name, tuple(sorted(apart)), actual, "bit-identical", **_OWN_NUMBERS)
+
+
+_OWN_NUMBERS: Explanation = {
+    "cause": "the optimizer's step draws from each rank's own generator (stochastic rounding, noise), so the replicas "
+    "of one weight get different numbers",
+    "remedy": "draw for a weight from a generator that its replicas seed alike, with another seed for each shard only",
+}
 _NOT_ALIKE: tuple[str, str, Explanation] = (
     "draws different random numbers for the same activation",
     "the same numbers, because these ranks compute one result together",
@@ -264,3 +284,29 @@ _CHANGED_AFTERWARDS: Explanation = {
     "cause": "something draws or seeds after the state is restored, such as a loader of batches that is built then",
     "remedy": "restore the random state last in resume()",
 }
+
+
+@random_numbers_check(
+    promise="where backward computes a part of the forward again, it draws the same random numbers",
+    needs=["inventory", "training_mode"],
+    after=BLOCKING_CHECKS,
+    why="With another mask in the second computation, gradients belong to no forward that took place: with usual "
+    "dropout they are off by a fifth, and the loss still falls.",
+    cause="checkpointing does not restore the random state before it computes again",
+    remedy="leave preserve_rng_state=True in torch.utils.checkpoint.checkpoint(), or give dropout a mask that is an "
+    "argument of the part that is computed again",
+    references=["pytorch/pytorch#190626"],
+)
+def recomputation_draws_alike(view: View) -> Iterable[Finding]:
+    steps = _steps_with_draws(view)
+    if not any(draw.again for step in steps for draw in step.draws):
+        raise NotJudged("backward draws no random numbers again")
+    found = [(rank, draw.module) for rank, step in enumerate(steps) for draw in _other_numbers(step.draws)]
+    for module, ranks in ranks_by(dict.fromkeys(found)).items():
+        yield Finding(module or None, ranks, "draws other random numbers in backward than in the forward", "the same")
+
+
+def _other_numbers(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """Yield the draws of the backward that their module has not made in the forward."""
+    first = {(draw.module, draw.operator, draw.shape, draw.state) for draw in draws if not draw.again}
+    return (d for d in draws if d.again and (d.module, d.operator, d.shape, d.state) not in first)

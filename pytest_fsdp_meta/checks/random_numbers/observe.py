@@ -1,9 +1,9 @@
-"""Observe the random numbers of one step in training mode, and the generators around saving and loading."""
+"""Observe the random numbers that a step draws, and the generators around saving and loading."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,33 +13,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
-from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RandomState, RankTrainingMode
-from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
-from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER
+from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RandomState
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, loss_of, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.generators import (
     States,
+    changed_generators,
     describe_state,
     draw_from_all,
     read_states,
     seed_of,
     set_states,
 )
-from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
-from pytest_fsdp_meta.ranks.optimizers import make_optimizer
-from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.ranks.torch_private import (
     TorchDispatchMode,
+    is_in_backward,
     is_operator,
     operator_arguments,
     operator_name,
 )
 from pytest_fsdp_meta.ranks.watching import tensors_in
-from pytest_fsdp_meta.worlds import SEED, Rank, current, doing
+from pytest_fsdp_meta.worlds import SEED, Rank
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
@@ -63,7 +60,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
     def hidden(self) -> bool:
         """Whether a generator has advanced although no operator was seen to draw from it."""
         seen = {draw.generator for draw in self.draws}
-        return any(kind not in seen for kind in _changed(self._first, read_states(self._device)))
+        return any(kind not in seen for kind in changed_generators(self._first, read_states(self._device)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,7 +89,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         made = list(tensors_in(out))
         if not made:
             return out  # DTensor tries a new operator on fake tensors first, which draws nothing
-        for kind in _changed(before, self._states(own)):
+        for kind in changed_generators(before, self._states(own)):
             module = self.running.name
             self.draws.append(
                 Draw(
@@ -105,6 +102,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
                     seed=(seed := seed_of(kind) if own is None else own.initial_seed()),
                     seeded=own is not None or seed != SEED,
                     by_dtensor=self._dtensor_operator is func,
+                    again=is_in_backward(),
                 )
             )
             self._calls[module] += 1
@@ -142,8 +140,8 @@ def watching_draws(model: Module, device: torch.device) -> Iterator[DrawWatch]:
         yield watch
 
 
-class DrawsInEvaluation:
-    """Find the modules that draw random numbers in evaluation mode; steps are numbered from 0.
+class DrawsWithoutDropout:
+    """Find the modules that draw random numbers although dropout is off; steps are numbered from 0.
 
     The second step is watched only if a generator has advanced in the first: to see that costs next to nothing.
     """
@@ -164,11 +162,7 @@ class DrawsInEvaluation:
         before = read_states(self._device) if step == 0 else {}
         yield
         if before:
-            self._drew = bool(_changed(before, read_states(self._device)))
-
-
-def _changed(before: States, after: States) -> Sequence[str]:
-    return [kind for kind, state in before.items() if not torch.equal(state, after[kind])]
+            self._drew = bool(changed_generators(before, read_states(self._device)))
 
 
 def _address(tensor: Tensor) -> int:
@@ -178,38 +172,6 @@ def _address(tensor: Tensor) -> int:
 def _varies(tensor: Tensor) -> bool:
     values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
     return bool(values.numel() > 1 and (values != values.flatten()[0]).any())
-
-
-def observe_training_mode() -> RankTrainingMode:
-    """Run the author's step in training mode, or only a forward, which draws all that a plain step draws.
-
-    The author's step changes the model, so no other observation may follow on it.
-    """
-    rank, subject = current(), resharded_subject()
-    data_parallel = batch_slice(subject, rank)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
-    drop_gradients(subject.model)
-    subject.model.train()
-    doing("a step in training mode")
-    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
-    with deterministic(), watching_draws(subject.model, rank.device) as watch:
-        _run_step(subject, rank, rows)
-        hidden = watch.hidden
-    reshard(subject.model)
-    return RankTrainingMode(data_parallel, tuple(watch.draws), hidden)
-
-
-def _run_step(subject: Subject, rank: Rank, rows: dict[str, object]) -> None:
-    # What is "beside" belongs to the optimizer that was made last.
-    made = rank.state.get("resumable") or rank.state.get("optimizer")
-    optimizer = None if subject.train_step is None else made or make_optimizer(subject)
-    if optimizer is None:
-        with torch.set_grad_enabled(any(parameter.requires_grad for parameter in subject.model.parameters())):
-            loss_of(subject, rows)
-    else:
-        beside = rank.state.get("beside") or make_beside(subject, optimizer)
-        handed = beside.arguments(subject, subject.train_step)
-        run_author_step(subject, optimizer, rows, 0, lambda: None, handed, training=True)
 
 
 @contextmanager

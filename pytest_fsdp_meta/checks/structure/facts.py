@@ -145,6 +145,8 @@ class RankInventory:
     """The dtypes in which mixed-precision policies reduce gradients."""
     optimizer: OptimizerFacts | None = None
     """The optimizer that the loader built itself, or None."""
+    compiled: bool = False
+    """Whether ``torch.compile`` has wrapped a module of it."""
     custom_attributes: tuple[str, ...] = ()
     """The names of all custom attributes on parameters; recorded only if a check asks for attributes."""
 

@@ -378,7 +378,7 @@ def _describe_departure(how: Departure) -> str:
 
 def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
     drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
-    return "the module draws random numbers in eval(), the reference's does not" if drawing else ""
+    return "the module draws random numbers, the reference's does not" if drawing else ""
 
 
 def _describe_step(traces: Sequence[RankTrace]) -> str:

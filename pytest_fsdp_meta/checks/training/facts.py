@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
+from pytest_fsdp_meta.checks.random_numbers.facts import Draw
 from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
@@ -218,8 +219,8 @@ class RankTraining:
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
     the parameters that they are named after."""
-    draws_in_evaluation: tuple[str, ...] = ()
-    """The modules that drew random numbers in the second step, although the model was in evaluation mode."""
+    draws: tuple[str, ...] = ()
+    """The modules that drew random numbers in the second step, although dropout was off."""
     buffers: TrainedBuffers = TrainedBuffers()
     memory: StepMemory = field(default=StepMemory(0))
 
@@ -236,3 +237,23 @@ class RankTraining:
             FIRST_BUFFERS: self.buffers.first,
             LAST_BUFFERS: self.buffers.last,
         }
+
+
+@dataclass(frozen=True)
+class RankTrainingMode:
+    """One more step of a rank in the author's modes, with dropout on, from the random state that the loader left."""
+
+    data_parallel: tuple[int, int]
+    """(index, size) of this rank's slice of the batch."""
+    draws: tuple[Draw, ...] = ()
+    hidden: bool = False
+    """Whether a generator has advanced although no operator was seen to draw: custom kernels are not seen."""
+    evaluating: tuple[str, ...] = ()
+    """The outermost modules that ran in ``eval()`` with parameters of their own that train, or with dropout between
+    such, while others ran in ``train()``; "" for all, if ``train()`` was called in the step."""
+    dropping: tuple[str, ...] = ()
+    """The modules that drop elements in ``eval()``, in one more forward."""
+    evaluation_problem: str = ""
+    """Why that forward failed, or empty."""
+    after: RankInventory | None = None
+    """The inventory after the step; None if nothing is trainable."""

@@ -44,6 +44,7 @@ from pytest_fsdp_meta.ranks.batches import batch_slice, calling_torch, has_stage
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.watching import tensors_in
@@ -305,6 +306,8 @@ def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool 
     """Train on batches that training had as well: the author may not have others."""
     optimizer, beside = rank.state["resumable"], rank.state["beside"]
     rows = batch_slice(subject, rank)
+    # Random numbers are no reason for eval() here: what is compared draws from the same seeds.
+    rank.state.pop(IN_EVALUATION, None)
     run = train(subject, rank.device, steps, rows, optimizer, beside=beside, until_loss=until_loss)
     reshard(subject.model)
     return run

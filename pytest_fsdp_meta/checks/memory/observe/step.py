@@ -22,9 +22,9 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import loss_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.modes import comparable
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.precision import is_low
-from pytest_fsdp_meta.ranks.reproducible import reproducible
 from pytest_fsdp_meta.ranks.torch_private import base_of, fsdp_groups, is_compiled
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.text import first_line
@@ -59,11 +59,11 @@ def observe_step_memory(
     return result, StepMemory(watch.most, watch.modules(), groups)
 
 
-def memory_of(subject: Subject, rows: dict[str, Any], device: torch.device) -> StepMemory:
+def memory_of(subject: Subject, rows: dict[str, Any]) -> StepMemory:
     """Observe a forward of these rows and its backward, which leaves its gradients."""
 
     def step(watching: AbstractContextManager[None]) -> None:
-        with reproducible(device), watching:
+        with comparable(subject.model), watching:
             loss_of(subject, rows).backward()
 
     return observe_step_memory(subject, step)[1]

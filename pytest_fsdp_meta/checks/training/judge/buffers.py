@@ -133,7 +133,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     changed = _changed_buffers(view)
     if not changed:
         raise NotJudged(
-            "in eval(), training changes no persistent buffer, except those that DDP broadcasts from one rank"
+            "training changes no persistent buffer, except those that DDP broadcasts from one rank"
         )
     names = view.names("buffer", only=changed)
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"

@@ -23,11 +23,12 @@ from pytest_fsdp_meta.judging.gates import (
     global_losses,
     require_gradients,
     require_no_other_cause,
+    require_training_mode,
     slice_losses,
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
-from pytest_fsdp_meta.judging.view import PartlyJudged, View
+from pytest_fsdp_meta.judging.view import Noted, PartlyJudged, View
 from pytest_fsdp_meta.text import first_of, name_ranks
 
 SAME_FACTOR = 0.1
@@ -64,6 +65,12 @@ def loss_parity(view: View) -> Iterable[Finding]:
         require_gradients(view)
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
         require_noise(view, LOSS_TOLERANCE, errors)
+        require_training_mode(view)
+        if view.reference.by_batch:
+            raise Noted(
+                f"{first_of(view.reference.by_batch)} stayed in eval(): in train(), statistics would be those of each "
+                "rank's own rows"
+            )
         return
     if wrong_steps:
         message = _describe_step(wrong_steps[0], actual, expected)
@@ -195,14 +202,14 @@ def _starts_in_a_module(view: View) -> bool:
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
-    drawing = list(dict.fromkeys(name for run in runs for name in run.draws_in_evaluation))
+    drawing = list(dict.fromkeys(name for run in runs for name in run.draws))
     if not drawing:
         return {}
     return {
-        "cause": f"random numbers are drawn in evaluation mode (in {first_of(drawing)}), so the outputs differ "
-        "from the reference's by chance: a dropout does not know the mode",
-        "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
-        "scaled_dot_product_attention; if a loss needs noise, take it from batch(step)",
+        "cause": f"random numbers are drawn (in {first_of(drawing)}) although dropout is off when losses are compared, "
+        "so the outputs differ from the reference's by chance",
+        "remedy": "call dropout as torch.nn.functional.dropout, not by a name that was imported from there, so that it "
+        "can be switched off; if a loss needs noise, take it from batch(step)",
     }
 
 

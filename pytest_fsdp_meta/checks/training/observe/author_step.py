@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -28,13 +27,12 @@ def run_author_step(
     number: int,
     observe: Callable[[], None],
     handed_by_name: Mapping[str, Any],
-    training: bool = False,
     gradient_scale: float = 1.0,
 ) -> tuple[Tensor | float, int]:
     """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
 
     It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
-    gradients are multiplied by ``gradient_scale``, and ``train()`` has an effect only if ``training``.
+    gradients are multiplied by ``gradient_scale``.
     """
     assert subject.train_step is not None
     # A framework's step goes through its own wrapper, if the loader built one.
@@ -49,8 +47,7 @@ def run_author_step(
         if not errors:
             errors.append(_error_of(observe))
 
-    mode = nullcontext() if training else _train_disabled()
-    with ExitStack() as hooked, mode, _backwards(gradient_scale) as backwards:
+    with ExitStack() as hooked, _backwards(gradient_scale) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
         loss = call_field("train_step", subject.train_step, subject.model, handed, rows, **handed_by_name)
@@ -136,18 +133,3 @@ def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> tuple[list[Any], l
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
     pairs = zip(roots, given, strict=True)
     return roots, [torch.full_like(root, scale) if own is None else own * scale for root, own in pairs]
-
-
-@contextmanager
-def _train_disabled() -> Iterator[None]:
-    """Give ``train()`` of any module no effect: dropout would differ from the reference's."""
-    original = Module.train
-
-    def train(module: Module, mode: bool = True) -> Module:
-        return module
-
-    Module.train = train
-    try:
-        yield
-    finally:
-        Module.train = original

@@ -109,9 +109,8 @@ class FirstBatchAgain:
         return seen.gradients if seen.scaled else ()
 
     def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
-        device = self.rank.device
-        rows = own_rows(global_batch(self.subject, 0), 0, self.data_parallel, device)
-        memory = memory_of(self.subject, rows, device)
+        rows = own_rows(global_batch(self.subject, 0), 0, self.data_parallel, self.rank.device)
+        memory = memory_of(self.subject, rows)
         self._use_gradients(optimizer, memory.kept is not None)
         return memory
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of
+from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
@@ -48,8 +49,10 @@ from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, 
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.assembly import put_together
-from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, by_batch, comparable
 from pytest_fsdp_meta.ranks.optimizers import (
     Rebuilding,
     hooks_left_out,
@@ -66,6 +69,7 @@ from pytest_fsdp_meta.ranks.reference_record import (
     write_record,
 )
 from pytest_fsdp_meta.ranks.watching import takes_hooks
+from pytest_fsdp_meta.text import first_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 
@@ -128,17 +132,55 @@ def adopt_values(
 
 
 def train_reference(
-    recipe: Mapping[str, bytes], steps: int, folder: str, data_parallel_size: int, facts: ReferenceFacts
+    recipe: Mapping[str, bytes],
+    steps: int,
+    folder: str,
+    data_parallel_size: int,
+    facts: ReferenceFacts,
+    compiled: bool = False,
 ) -> ReferenceFacts:
     """Train the reference from the recorded values; return the facts with the results added.
 
     Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
-    rounds of micro-batches of ``data_parallel_size`` ranks.
+    rounds of micro-batches of ``data_parallel_size`` ranks. Where trainings in ``train()`` cannot be compared, as those
+    of some models that are ``compiled`` on the ranks, this one and all that follow in this world are in ``eval()``.
     """
-    with RecordWriter() as writer:
-        trained = _train_and_record(recipe, steps, folder, data_parallel_size, facts, writer)
-    return_freed_memory(current().device)  # this world waits while others train
+    rank, arguments = current(), (recipe, steps, folder, data_parallel_size)
+    kept = tuple(by_batch(rank.state["reference"]))
+    facts = replace(facts, by_batch=kept)
+    if compiled and kept:
+        facts = replace(facts, evaluated=f"torch.compile has compiled the model, with {first_of(kept)} in train()")
+        rank.state[IN_EVALUATION] = True
+    try:
+        with RecordWriter() as writer:
+            trained = _train_and_record(*arguments, facts, writer)
+    except _DrawsInTraining as draws:
+        evaluated = _describe_draws(recipe, draws.rows, Record(record_at(folder, "values")))
+        if evaluated:
+            rank.state[IN_EVALUATION] = True
+        with RecordWriter() as writer:
+            trained = _train_and_record(*arguments, replace(facts, evaluated=evaluated), writer, may_draw=True)
+    return_freed_memory(rank.device)  # this world waits while others train
     return trained
+
+
+def _describe_draws(recipe: Mapping[str, bytes], rows: dict[str, Any], values: Record) -> str:
+    """Return which modules draw random numbers in ``train()`` although dropout is off, if these change the loss.
+
+    Layers that are skipped with probability zero draw numbers that change nothing.
+    """
+    subject = declared_subject(current().state["reference"], recipe)
+    losses, drawing = set[float](), dict[str, None]()
+    for seed in (SEED, SEED + 1):
+        restore(subject.model, values)
+        with comparable(subject.model), watching_draws(subject.model, current().device) as watch, torch.no_grad():
+            torch.manual_seed(seed)
+            losses.add(scalar(loss_of(subject, rows)))
+        drawing |= dict.fromkeys(draw.module or "the model itself" for draw in watch.draws)
+    restore(subject.model, values)
+    if len(losses) == 1:
+        return ""
+    return f"{first_of(list(drawing) or ['the model'])} draws random numbers in train() that change the loss"
 
 
 def _train_and_record(
@@ -148,7 +190,9 @@ def _train_and_record(
     data_parallel_size: int,
     facts: ReferenceFacts,
     writer: RecordWriter,
+    may_draw: bool = False,
 ) -> ReferenceFacts:
+    """Raise _DrawsInTraining if the first forward draws random numbers, unless it ``may_draw`` them."""
     rank = current()
     subject = declared_subject(rank.state["reference"], recipe)
     model, optimizer = subject.model, make_optimizer(subject)
@@ -156,7 +200,7 @@ def _train_and_record(
     subject.clip_grad_norm = clipping.clip
     settings = {} if optimizer is None else settings_of(optimizer, model)
     beside = make_beside(subject, optimizer)
-    first = _RecordedSteps(model, steps, folder, clipping, writer)
+    first = _RecordedSteps(model, steps, folder, clipping, writer, may_draw)
     first.record_beside("beside", beside)
     # Where nothing is trainable there is no backward, but the ranks need empty records.
     first.after_backward(0)
@@ -225,17 +269,32 @@ def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
     for index in range(size):
         drop_gradients(subject.model)
         rows = own_rows(batch, 0, micro_batches((index, size))[0], device)
-        found.append(memory_of(subject, rows, device))
+        found.append(memory_of(subject, rows))
     return tuple(found)
+
+
+class _DrawsInTraining(Exception):
+    """Raised by the first forward of a training that draws random numbers although dropout is off."""
+
+    def __init__(self, rows: dict[str, Any]) -> None:
+        super().__init__()
+        self.rows = rows
 
 
 class _RecordedSteps(StepObserver):
     """Record the snapshots, with the sizes and the norm of the first gradients, which are clipped too."""
 
     def __init__(
-        self, model: Module, steps: int, folder: str, clipping: ReferenceClipping, writer: RecordWriter
+        self,
+        model: Module,
+        steps: int,
+        folder: str,
+        clipping: ReferenceClipping,
+        writer: RecordWriter,
+        may_draw: bool,
     ) -> None:
         self._model = model
+        self._may_draw = may_draw
         self._writer = writer
         self._clipping = clipping
         self._steps = steps
@@ -266,7 +325,10 @@ class _RecordedSteps(StepObserver):
         with ExitStack() as hooks:
             for module in filter(takes_hooks, self._model.modules()):
                 hooks.callback(module.register_forward_pre_hook(note).remove)
+            before = read_states(current().device)
             loss = super().loss_of(subject, rows)
+        if not self._may_draw and changed_generators(before, read_states(current().device)):
+            raise _DrawsInTraining(rows)
         named = list(parameters_of(self._model))
         self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
         places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}

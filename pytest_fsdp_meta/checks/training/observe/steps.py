@@ -18,7 +18,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside,
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
-from pytest_fsdp_meta.ranks.reproducible import reproducible
+from pytest_fsdp_meta.ranks.modes import comparable
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -75,7 +75,9 @@ def train(
     beside: Beside | None = None,
     until_loss: bool = False,
 ) -> TrainingRun:
-    """Train the ``steps`` with dropout off, reproducible arithmetic, and a seed per step.
+    """Train the ``steps`` as ``comparable`` says, with a seed per step.
+
+    Where the author has a step, the modes are theirs; a plain step is preceded by ``train()``, as a trainer does.
 
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
     trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
@@ -84,9 +86,10 @@ def train(
     model, run, observer = subject.model, TrainingRun(), observer or StepObserver()
     beside = beside or make_beside(subject, optimizer)
     step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
-    model.eval()  # switches dropout off, including F.dropout(training=self.training)
     drop_gradients(model)  # a loader may have run a warm-up backward
-    with reproducible(device):
+    if step_of is _plain_step:
+        model.train()
+    with comparable(model):
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")
             batch = global_batch(subject, step)

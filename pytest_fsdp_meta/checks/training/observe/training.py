@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.random_numbers.observe import DrawsInEvaluation
+from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
@@ -59,6 +59,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
@@ -71,15 +72,18 @@ def observe_training(
     noise: float = 0.0,
     norm: float | None = None,
     own_clipping: OwnClipping | None = None,
+    evaluation: bool = False,
 ) -> RankTraining:
     """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
 
     ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
     elements of the reference's gradients than ``noise`` are rounding errors, ``norm`` is their norm, and
-    ``own_clipping`` says what the author's function did to them. The rank's state keeps the "optimizer", and what is
-    "beside" it, for observers that continue the training.
+    ``own_clipping`` says what the author's function did to them. ``evaluation`` says whether it trained in ``eval()``.
+    The rank's state keeps the "optimizer", and what is "beside" it, for observers that continue the training.
     """
     rank = current()
+    if evaluation:
+        rank.state[IN_EVALUATION] = True
     subject = loaded_subject(rank)
     data_parallel = batch_slice(subject, rank)
     optimizer = make_optimizer(subject)
@@ -129,7 +133,7 @@ def observe_training(
         beside=averages,
         beside_alone=alone,
         followed=followed,
-        draws_in_evaluation=seen.draws.modules,
+        draws=seen.draws.modules,
         buffers=TrainedBuffers(
             seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
         ),
@@ -163,7 +167,7 @@ class _RankSteps(StepObserver):
         self._subject = subject
         self._model = subject.model
         self.weights = WeightWatch(subject.model)
-        self.draws = DrawsInEvaluation(subject.model, rank.device)
+        self.draws = DrawsWithoutDropout(subject.model, rank.device)
         self.forwards = ForwardCount(subject.model)
         self._steps = steps
         self._rank = rank

@@ -1,0 +1,151 @@
+"""Run one more step as production runs it: in the author's modes, with dropout, from the random state of the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
+from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
+from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
+from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
+from pytest_fsdp_meta.ranks.modes import by_batch, with_dropout
+from pytest_fsdp_meta.ranks.module_watch import innermost_modules
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer
+from pytest_fsdp_meta.ranks.poison import deterministic
+from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
+
+DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+DROPPING = ("dropout", "bernoulli", "attention")
+"""Parts of the names of the operators by which a dropout draws."""
+
+
+def observe_training_mode() -> RankTrainingMode:
+    """Run the step, the author's or a plain one; it changes the model, so no other observation may follow on it."""
+    rank, subject = current(), resharded_subject()
+    data_parallel = batch_slice(subject, rank)
+    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    drop_gradients(subject.model)
+    if subject.train_step is None:
+        subject.model.train()
+    doing("a step with dropout")
+    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
+    modes = _Modes(subject.model)
+    with (
+        deterministic(),
+        with_dropout(subject.model, rank.device),
+        modes.watching(),
+        watching_draws(subject.model, rank.device) as watch,
+    ):
+        optimizer = _optimizer(subject, rank)
+        if optimizer is None:
+            with torch.no_grad():
+                loss_of(subject, rows)
+        elif subject.train_step is None:
+            loss_of(subject, rows).backward()
+            optimizer.step()
+        else:
+            # What is "beside" belongs to the optimizer that was made last.
+            handed = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(
+                subject, subject.train_step
+            )
+            run_author_step(subject, optimizer, rows, 0, lambda: None, handed)
+        hidden = watch.hidden
+    reshard(subject.model)
+    after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
+    drew = (watch.draws or hidden) and not has_stages(rank)
+    dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
+    return RankTrainingMode(data_parallel, tuple(watch.draws), hidden, modes.evaluating(), dropping, problem, after)
+
+
+def _optimizer(subject: Subject, rank: Rank) -> Optimizer | None:
+    return rank.state.get("resumable") or rank.state.get("optimizer") or make_optimizer(subject)
+
+
+def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Return the modules that drop elements in ``eval()``, or why the forward fails there."""
+    subject.model.eval()
+    before = read_states(rank.device)
+    doing("a forward in eval()")
+    try:
+        with deterministic(), torch.no_grad(), watching_draws(subject.model, rank.device) as watch:
+            loss_of(subject, rows)
+    except Exception as error:  # of any type: some models return no loss in eval()
+        cause = cause_of(error)
+        return (), f"{type(cause).__name__}: {first_line(cause)}"
+    finally:
+        reshard(subject.model)
+    if not changed_generators(before, read_states(rank.device)):
+        return (), ""
+    draws = (draw for draw in watch.draws if any(part in draw.operator for part in DROPPING))
+    return tuple(dict.fromkeys(draw.module for draw in draws if draw.module)), ""
+
+
+class _Modes:
+    """Note the mode of each module whenever it runs with gradients."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._trained: dict[int, bool] = {}
+        """Identity of a module -> whether it ever ran in ``train()``."""
+        self._asked = False
+        """Whether any module was asked to train."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        original = Module.train
+
+        def train(module: Module, mode: bool = True) -> Module:
+            self._asked |= mode and any(module is own for own in self._model.modules())
+            return original(module, mode)
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._note).remove)
+            stack.callback(setattr, Module, "train", original)
+            Module.train = train
+            yield
+
+    def _note(self, module: Module, _: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._trained[id(module)] = self._trained.get(id(module), False) or module.training
+
+    def evaluating(self) -> tuple[str, ...]:
+        """Return what ``RankTrainingMode.evaluating`` has."""
+        modules, statistics = innermost_modules(self._model), {id(module) for module in by_batch(self._model).values()}
+        learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
+        ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
+        if not any(ran.values()):
+            return ("",) if ran and self._asked else ()
+        dropouts = {name: module for name, module in modules.items() if isinstance(module, DROPOUTS) and module.p}
+        for name, module in dropouts.items():
+            if id(module) in self._trained and _learns(modules[name.rpartition(".")[0]], recurse=True):
+                ran[name] = self._trained[id(module)]
+        off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in statistics]
+        return tuple(dict.fromkeys(_outermost(name, ran, off) for name in off))
+
+
+def _learns(module: Module, recurse: bool) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse))
+
+
+def _outermost(name: str, ran: dict[str, bool], off: list[str]) -> str:
+    """Return the outermost module around this one in which all that ran was in ``eval()``."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        around = ".".join(parts[:end])
+        if all(inside in off for inside in ran if inside.startswith(f"{around}.")):
+            return around
+    return name

@@ -1,0 +1,127 @@
+"""Train in the author's modes, and yet so that N ranks and one device can be compared: dropout has probability zero.
+
+Everything else that hangs on ``Module.training`` runs as in training: routers that count, auxiliary losses,
+checkpointing that is switched on only there. Functions are patched, not watched: a TorchFunctionMode is off while
+backward runs, where checkpointing computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Module, functional
+
+from pytest_fsdp_meta.ranks.reproducible import reproducible
+from pytest_fsdp_meta.ranks.watching import takes_hooks
+from pytest_fsdp_meta.worlds import current
+
+IN_EVALUATION = "in evaluation"
+"""The key, in a rank's state, that is there where ranks and reference have to be compared in ``eval()``."""
+
+_BY_NAME = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
+_BUILT_IN = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
+DROPOUTS = (
+    *((functional, name) for name in _BY_NAME),
+    *((torch, f"{name}{in_place}") for name in _BUILT_IN for in_place in ("", "_")),
+    (torch, "native_dropout"),
+)
+"""Functions whose second parameter, ``p``, is the probability to drop an element."""
+SKIPPING = "layerdrop", "encoder_layerdrop", "decoder_layerdrop"
+"""Attributes of modules, or of their ``config``: the probability to skip a whole layer in training."""
+BY_BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+
+@contextmanager
+def comparable(model: Module) -> Iterator[None]:
+    """Compute what ranks and reference have in common: reproducibly, in the author's modes, without dropout."""
+    rank = current()
+    with reproducible(rank.device), (evaluating if IN_EVALUATION in rank.state else without_dropout)(model):
+        yield
+
+
+@contextmanager
+def evaluating(model: Module) -> Iterator[None]:
+    """Put the model into ``eval()``, and give ``train()`` of any module no effect."""
+    model.eval()
+    with ExitStack() as stack:
+        _patch(stack, Module, "train", lambda module, mode=True: module)
+        yield
+
+
+@contextmanager
+def without_dropout(model: Module) -> Iterator[None]:
+    """Give every dropout probability zero, whatever the mode, and keep normalisations ``by_batch`` in ``eval()``."""
+    with ExitStack() as stack:
+        for holder, name in DROPOUTS:
+            _patch(stack, holder, name, _never_dropping(getattr(holder, name)))
+        attention = functional.scaled_dot_product_attention
+        _patch(stack, functional, "scaled_dot_product_attention", _attending_to_all(attention))
+        for module in filter(takes_hooks, model.modules()):
+            if isinstance(module, nn.RNNBase):
+                _patch(stack, module, "dropout", 0.0)
+            for holder in (module, getattr(module, "config", None)):
+                for name in SKIPPING:
+                    if isinstance(getattr(holder, name, None), float):
+                        _patch(stack, holder, name, 0.0)
+        for module in by_batch(model).values():
+            stack.enter_context(_in_evaluation(module))
+        yield
+
+
+@contextmanager
+def with_dropout(model: Module, device: torch.device) -> Iterator[None]:
+    """Change nothing, but for SyncBatchNorm on the CPU, where it refuses to train: it stays in ``eval()``."""
+    with ExitStack() as stack:
+        for module in by_batch(model).values():
+            if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+                stack.enter_context(_in_evaluation(module))
+        yield
+
+
+def by_batch(model: Module) -> dict[str, Module]:
+    """Return the modules that normalise by statistics of the rows in training, and by kept ones in ``eval()``."""
+    kept = ((name, module) for name, module in model.named_modules() if isinstance(module, BY_BATCH))
+    return {name: module for name, module in kept if getattr(module, "running_mean", None) is not None}
+
+
+@contextmanager
+def _in_evaluation(module: Module) -> Iterator[None]:
+    """Run the module as in ``eval()``, whatever mode the author sets in the block."""
+    modes: list[bool] = []
+
+    def evaluate(*_: Any) -> None:
+        modes.append(module.training)
+        module.training = False
+
+    def restore(*_: Any) -> None:
+        module.training = modes.pop()
+
+    with ExitStack() as hooks:
+        hooks.callback(module.register_forward_pre_hook(evaluate).remove)
+        hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
+        yield
+
+
+def _never_dropping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(input: Any, p: Any = 0.5, *args: Any, **kwargs: Any) -> Any:
+        return original(input, 0.0, *args, **kwargs)
+
+    return dropout
+
+
+def _attending_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    return attention
+
+
+def _patch(stack: ExitStack, holder: Any, name: str, value: object) -> None:
+    stack.callback(setattr, holder, name, getattr(holder, name))
+    setattr(holder, name, value)
