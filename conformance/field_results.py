@@ -40,6 +40,7 @@ PLAN_OF_OTHER_NAMES = [
     "megatron-bert",
     "mpt",
     "openai-gpt",
+    "reformer",
     "roberta",
     "roberta-prelayernorm",
     "roformer",
@@ -219,8 +220,8 @@ RAISING: dict[str, set[str]] = {
 """Architectures whose loader raises: its plan shards a ModuleList, which has no forward, or it compares the shape of a
 fused weight with that of one uneven shard."""
 
-UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "reformer", "rwkv", "xlstm"}
-"""Architectures that one device cannot train either, from tokens alone in evaluation mode; their loading is judged."""
+UNTRAINABLE = {"blt", "git", "musicgen", "musicgen_melody", "xlstm"}
+"""Architectures that one device cannot train either, from tokens alone; their loading is judged."""
 
 _FORWARD_RAISES = {"doge", "gemma4", "inkling_text", "llama4", "llama4_text"}
 NOT_TRAINED = {loader: UNTRAINABLE | (_FORWARD_RAISES if loader.endswith("-tp") else set()) for loader in FINDINGS}

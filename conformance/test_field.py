@@ -56,7 +56,7 @@ def test_unexpected_results():
     assert list(ArchitectureResult("llama", errors={"loss_parity": "why"}).unexpected("plain")) == [
         "llama: loss_parity: error: why"
     ]
-    assert list(ArchitectureResult("rwkv", errors={"loss_parity": "why"}).unexpected("plain")) == []
+    assert list(ArchitectureResult("xlstm", errors={"loss_parity": "why"}).unexpected("plain")) == []
     assert list(ArchitectureResult("llama", checkpoint_error="why").unexpected("plain")) == [
         "llama: no checkpoint: why"
     ]
@@ -70,7 +70,7 @@ def test_unexpected_results():
         ArchitectureResult("gemma3n", loader_error="why"),
     ):
         assert list(other.unexpected("transformers")) == [f"{other.name}: {other.not_judged}"]
-    killed = ArchitectureResult("rwkv", errors={"loss_parity": "why", "dtensor_placements": "rank 1 was killed"})
+    killed = ArchitectureResult("xlstm", errors={"loss_parity": "why", "dtensor_placements": "rank 1 was killed"})
     assert list(killed.unexpected("plain")) == ["rwkv: dtensor_placements: error: rank 1 was killed"]
     unsaved = ArchitectureResult("mixtral", errors={"dcp_reshards": "key: a.b has overlapping chunks: ..."})
     assert list(unsaved.unexpected("transformers-tp")) == []

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, stages_of
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
 from pytest_fsdp_meta.checks.structure.facts import RankInventory
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
-from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining, RankTrainingMode
+from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining, RankTrainingMode, StepNotFinite
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
 
@@ -286,6 +286,7 @@ class Evidence:
     restored_again: tuple[RankResumed, ...] | None = None
     """As ``saved_again``, after loading the second checkpoint into a second load of the model."""
     training_mode: tuple[RankTrainingMode, ...] | None = None
+    not_finite: tuple[StepNotFinite, ...] | None = None
     batches: Epoch | None = None
     batches_resumed: tuple[RankBatches, ...] | None = None
     """The batches of another load that resumed from the checkpoint that was saved within the epoch."""

@@ -23,6 +23,7 @@ FIELDS = {
     "training": "batch",
     "continued": "batch",
     "training_mode": "batch",
+    "not_finite": "batch",
     "batches": "data",
 }
 """Observation -> the fields of Subject that it needs."""

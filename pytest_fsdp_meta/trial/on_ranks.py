@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.simulation.observe import load as simulation
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
-    from pytest_fsdp_meta.checks.training.observe import noise, reference, training, training_mode
+    from pytest_fsdp_meta.checks.training.observe import noise, not_finite, reference, training, training_mode
     from pytest_fsdp_meta.checks.values import observe as values
 else:
 
@@ -54,6 +54,7 @@ else:
     drawn_weights = ObserverModule("drawn.observe")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
+    not_finite = ObserverModule("training.observe.not_finite")
     reference = ObserverModule("training.observe.reference")
     saved_state = ObserverModule("checkpoint.observe.saved_state")
     simulated_step = ObserverModule("simulation.observe.step")
@@ -73,6 +74,7 @@ __all__ = [
     "drawn_weights",
     "loading",
     "noise",
+    "not_finite",
     "reference",
     "run_on",
     "saved_state",

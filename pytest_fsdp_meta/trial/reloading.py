@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
-from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFinite
 from pytest_fsdp_meta.evidence import (
     Comparison,
     Epoch,
@@ -46,7 +46,15 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     optimizer_not_loaded_by_torch,
 )
-from pytest_fsdp_meta.trial.on_ranks import author_data, checkpoint, run_on, saved_state, state_dict, training_mode
+from pytest_fsdp_meta.trial.on_ranks import (
+    author_data,
+    checkpoint,
+    not_finite,
+    run_on,
+    saved_state,
+    state_dict,
+    training_mode,
+)
 from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
@@ -153,6 +161,21 @@ class Reloading(TableRun):
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
         return tuple(self.loads.run_first(training_mode.observe_training_mode))
+
+    def _observe_not_finite(self) -> tuple[StepNotFinite, ...] | Unavailable:
+        """Observe a step of the author's that is not finite, after which the first load is of no use."""
+        if "train_step" not in self.subject.declared:
+            return not_declared("train_step")
+        if reason := self._not_trained():
+            return reason
+        if not any(t.requires_grad for t in self.inventory[0].tensors):
+            return Unavailable("nothing is trainable")
+        try:
+            return tuple(self.loads.run_first(not_finite.observe_not_finite))
+        except WorldError as error:
+            if error.failures[0].kind == "hung":
+                return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
+            return Unavailable(f"a step in which the model returns NaN is not made: {error.summary}")
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
@@ -377,6 +400,7 @@ MORE_LOADS = (
     Observation("saved", Reloading._save_model, uses=("state_dict",)),
     Observation("batches", Reloading._read_batches),
     Observation("training_mode", Reloading._observe_training_mode),
+    Observation("not_finite", Reloading._observe_not_finite),
     Observation("repetition", Reloading._repeat_load),
     Observation("export", Reloading._export, uses=("reference", "state_dict")),
     Observation("kept", Reloading._save_second_load, uses=("state_dict",)),

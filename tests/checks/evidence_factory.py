@@ -12,7 +12,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
-from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFinite
 from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
@@ -253,6 +253,13 @@ def redrawn(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any
         return replace(step, draws=tuple(replace(draw, **facts) for draw in step.draws))
 
     return replace(evidence, training_mode=on_some(evidence.training_mode, ranks, redraw))
+
+
+def skipping_alike(evidence: Evidence) -> Evidence:
+    """Add a step that all ranks skip because the model returns NaN on some."""
+    places = [run.data_parallel for run in evidence.training or ()]
+    skipped = tuple(StepNotFinite(place, (False,) * min(place[1], 2)) for place in places)
+    return replace(evidence, not_finite=skipped)
 
 
 def redrawn_in_backward(evidence: Evidence) -> Evidence:

@@ -50,6 +50,7 @@ from tests.checks.evidence_factory import (
     redrawn_in_backward,
     remeasured,
     second_step,
+    skipping_alike,
     undeclared,
     verdict,
     with_batches,
@@ -84,7 +85,7 @@ NOT_APPLICABLE = {
     **{world: {NO_STATISTICS} for world in WORLDS},
     "alone": {
         *(*NOT_SHARDED, *NO_TRAFFIC, "replicas_stay_equal", "drawn_weights_are_one_draw", NO_STATISTICS),
-        *("random_numbers_follow_the_mesh", "batches_follow_the_mesh"),
+        *("random_numbers_follow_the_mesh", "batches_follow_the_mesh", "ranks_skip_alike"),
     },
     "tp": {*NOT_SHARDED, "drawn_weights_are_one_draw", NO_STATISTICS},
 }
@@ -96,6 +97,7 @@ EMPTY = {
     *("optimizer_owns_parameters", "optimizer_state_round_trip", "every_trainable_moves"),
     *("beside_parity", "beside_round_trip"),
     *("random_numbers_follow_the_mesh", "random_numbers_resume", "recomputation_draws_alike", "modules_train"),
+    "ranks_skip_alike",
     *("second_save_is_current", "drawn_weights_are_one_draw", "buffers_follow_training"),
     *("forward_sees_current_weights", "grad_norm_parity", "grad_clip_parity", "second_grad_parity"),
     *("grad_accumulation_parity", "parameter_attributes_kept", "unsharded_modules_stay_whole"),
@@ -112,6 +114,7 @@ UNUSUAL = {
     "beside_parity": "beside",
     "beside_round_trip": "scheduler",
     "random_numbers_resume": "save",
+    "ranks_skip_alike": "train_step",
     "batches_follow_the_mesh": "data",
     "batches_resume": "data",
     "drawn_weights_are_one_draw": "drawn",
@@ -137,7 +140,7 @@ def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) ->
     memory = (RankMemory(host=1024, whole=64),) * len(evidence.inventory)
     evidence = replace(evidence, memory=memory, repetition=evidence.inventory)
     evidence = declare(evidence, kept_attributes=(KEPT,), unsharded=tuple(whole), frozen={FROZEN: FROZEN})
-    evidence = with_batches(with_random_state(kept_beside(clipped(evidence))))
+    evidence = skipping_alike(with_batches(with_random_state(kept_beside(clipped(evidence)))))
     return with_traffic(evidence, groups=(FsdpGroup(tuple(LARGE), forwards=1, reshards=True, trainable=True),))
 
 
@@ -169,7 +172,7 @@ def bare(evidence: Evidence) -> Evidence:
     evidence = undeclared(evidence, "reference", "values", "verifier", why=NO_REFERENCE)
     evidence = undeclared(evidence, "draws", why=NOT_DRAWN)
     evidence = undeclared(evidence, "state_dict", "export", "resharded", why=NO_REFERENCE)
-    trained = ("training", "continued", "resumed", "saved_again", "restored_again", "training_mode")
+    trained = ("training", "continued", "resumed", "saved_again", "restored_again", "training_mode", "not_finite")
     evidence = undeclared(evidence, *trained, why=NO_BATCH)
     evidence = undeclared(evidence, "batches", "batches_resumed", why=NO_DATA)
     return replace(evidence, collectives=(RankCollectives((), None),) * len(evidence.inventory))
@@ -330,6 +333,7 @@ BROKEN = {
     ),
     "modules_train": with_rank(healthy(), "training_mode", evaluating=(MIDDLE,)),
     "recomputation_draws_alike": redrawn_in_backward(healthy()),
+    "ranks_skip_alike": with_rank(HEALTHY["two"], "not_finite", moved=(True,)),
     "step_memory_bounded": on_runs(healthy(), None, memory=StepMemory(2**22)),
     "every_trainable_moves": on_runs(healthy(), None, movements=(Movement(MIDDLE, 3, 3),)),
     "replicas_stay_equal": trained_otherwise(MIDDLE, HSDP, digest="other bits"),

@@ -76,7 +76,7 @@ def test_pytest_judges_stored_evidence(project: Project) -> None:
     shutil.copy(STORED, project.path)
     result = project.collect(STORED.name)
     # no_meta_params passes although xfail= expects it to fail, and xfail= is strict.
-    result.assert_outcomes(passed=2, failed=2, skipped=9, xfailed=1)
+    result.assert_outcomes(passed=2, failed=2, skipped=10, xfailed=1)
 
 
 def test_evidence_survives_a_round_trip(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_the_last_failed(project: Project, linear: Path) -> None:
     arguments = (*judge("loading:Broken.load"), "-k", "params_equal_reference or no_meta")
     shell = f"python -m pytest {' '.join(map(repr, arguments))}"
     project.shell(shell).assert_outcomes(passed=2, failed=1)
-    project.shell(f"{shell} --lf").assert_outcomes(failed=1, deselected=57)
+    project.shell(f"{shell} --lf").assert_outcomes(failed=1, deselected=58)
 
 
 def test_a_transformers_checkpoint(project: Project, llama: Path) -> None:

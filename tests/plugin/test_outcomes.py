@@ -418,4 +418,4 @@ def test_a_fixture_that_raises_is_one_error(project: Project) -> None:
     assert list(found.values()).count("same error") == 4
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "E       OSError: no such folder" in story(result, "test_session[no_meta_params]")
-    assert "168 of 168 checks accounted for in 3 loaders" in result.stdout.str()
+    assert "177 of 177 checks accounted for in 3 loaders" in result.stdout.str()

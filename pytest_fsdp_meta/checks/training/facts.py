@@ -257,3 +257,16 @@ class RankTrainingMode:
     """Why that forward failed, or empty."""
     after: RankInventory | None = None
     """The inventory after the step; None if nothing is trainable."""
+
+
+@dataclass(frozen=True)
+class StepNotFinite:
+    """Steps of the author's in which the model returned NaN on the ranks of one slice of the batch."""
+
+    data_parallel: tuple[int, int]
+    """(index, size) of this rank's slice of the batch."""
+    moved: tuple[bool, ...] = ()
+    """Whether the step changed any trainable parameter of this rank: one with NaN in the first slice and, if it changed
+    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself."""
+    waiting: str = ""
+    """How the step did not end on some ranks, or empty."""

@@ -273,6 +273,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         message = f"loading {what} in a world of {size} raises {resharded.refused}"
         if explaining := [check_id for check_id in view.failed if check_id in EXPLAINING_A_LOAD_ERROR]:
             raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
+        if frozen := _frozen_in_this_world(view, resharded.refused):
+            raise Blocked(f"{message}: {frozen} is frozen in this world, as requires_grad_matches_reference reports")
         yield Finding(None, resharded.ranks, message, "")
         return
     equal = equal_to_reference(view)
@@ -294,6 +296,13 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         yield from _left_by_the_larger_world(view, resharded.saved_over, where, right)
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
+
+
+def _frozen_in_this_world(view: View, refused: str) -> str:
+    """Return the parameter without optimizer state here that a refusal names, if the reference trains it, else ""."""
+    trained = {t.name for t in view.reference_inventory.tensors if t.requires_grad}
+    frozen = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.requires_grad}
+    return next((name for name in sorted(trained & frozen) if f"'{name}'" in refused), "")
 
 
 def _is_in_blocks(view: View, name: str) -> bool:

@@ -132,9 +132,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     changed = _changed_buffers(view)
     if not changed:
-        raise NotJudged(
-            "training changes no persistent buffer, except those that DDP broadcasts from one rank"
-        )
+        raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
     names = view.names("buffer", only=changed)
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_b
     cause="something puts this part into eval() and not back: an evaluation or a sample in between, or a teacher whose "
     "eval() reaches the student, with which it shares modules",
     remedy="call model.train() at the beginning of each step, and eval() only of what does not train",
-    references=["huggingface/trl#5862", "WeatherGenerator#2718"],
+    references=["huggingface/trl#5862", "huggingface/trl#1066", "rixwew/pytorch-fm#21"],
 )
 def modules_train(view: View) -> Iterable[Finding]:
     steps = view.evidence.training_mode or ()

@@ -50,7 +50,7 @@ def observe_training_mode() -> RankTrainingMode:
         modes.watching(),
         watching_draws(subject.model, rank.device) as watch,
     ):
-        optimizer = _optimizer(subject, rank)
+        optimizer = optimizer_of(subject, rank)
         if optimizer is None:
             with torch.no_grad():
                 loss_of(subject, rows)
@@ -71,7 +71,8 @@ def observe_training_mode() -> RankTrainingMode:
     return RankTrainingMode(data_parallel, tuple(watch.draws), hidden, modes.evaluating(), dropping, problem, after)
 
 
-def _optimizer(subject: Subject, rank: Rank) -> Optimizer | None:
+def optimizer_of(subject: Subject, rank: Rank) -> Optimizer | None:
+    """Return the optimizer that has trained the model last, or a new one; None if nothing is trainable."""
     return rank.state.get("resumable") or rank.state.get("optimizer") or make_optimizer(subject)
 
 

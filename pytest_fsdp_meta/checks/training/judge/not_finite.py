@@ -1,0 +1,55 @@
+"""Steps that are not finite: all ranks make them, or all skip them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_fsdp_meta.judging.families import training_check
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View
+from pytest_fsdp_meta.text import name_ranks
+
+
+@training_check(
+    promise="a step in which the model returns NaN on some ranks is made by all ranks, or skipped by all",
+    needs=["inventory", "not_finite"],
+    fields=["train_step"],
+    after=BLOCKING_CHECKS,
+    why="After one bad batch, ranks that have made the step hold other weights than those that have skipped it, or "
+    "wait for gradients that the others never reduce.",
+    cause="each rank decides by its own loss whether it skips the step",
+    remedy="decide by what all ranks know: the norm of the gradients, or whether all losses are finite "
+    "(dist.all_reduce of isfinite(loss) with ReduceOp.MIN) before the backward",
+    references=["ecmwf/WeatherGenerator#2718", "Project-MONAI/monai-physio#137"],
+)
+def ranks_skip_alike(view: View) -> Iterable[Finding]:
+    ranks = view.evidence.not_finite
+    if ranks is None:
+        raise NotDeclared("train_step", ", so nothing decides whether a step is skipped")
+    if waiting := next((own.waiting for own in ranks if own.waiting), ""):
+        yield Finding(None, tuple(range(len(ranks))), "the step does not end", MADE_OR_SKIPPED, waiting)
+        return
+    if not all(own.moved for own in ranks):
+        raise NotJudged("train_step does not call the model itself, so its output could not be made NaN")
+    slices = ranks[0].data_parallel[1]
+    if slices == 1:
+        raise NotJudged("all ranks have the same rows, and so the same loss")
+    for step, index in zip(range(len(ranks[0].moved)), (0, slices - 1), strict=False):
+        made = tuple(rank for rank, own in enumerate(ranks) if own.moved[step])
+        skipped = tuple(rank for rank in range(len(ranks)) if rank not in made)
+        nan = "NaN on " + name_ranks(rank for rank, own in enumerate(ranks) if own.data_parallel[0] == index)
+        if made and skipped:
+            detail = f"{nan}; {name_ranks(made)} made the step"
+            yield Finding(None, skipped, "the step is skipped, and other ranks make it", MADE_OR_SKIPPED, detail)
+            return
+        if made and step:
+            actual = "the step is made, although it is skipped where rank 0 has NaN"
+            yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
+
+
+MADE_OR_SKIPPED = "made or skipped by all"
+_ONE_DECIDES: Explanation = {
+    "cause": "one rank decides for all by its own loss",
+    "remedy": "reduce over all data-parallel ranks whether the loss is finite, with ReduceOp.MIN",
+}

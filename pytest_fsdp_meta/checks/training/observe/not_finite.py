@@ -1,0 +1,103 @@
+"""Make the output of some ranks NaN for one step of the author's, and see which ranks make the step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
+from pytest_fsdp_meta.checks.training.facts import StepNotFinite
+from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.checks.training.observe.training_mode import optimizer_of
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, global_batch, own_rows
+from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
+from pytest_fsdp_meta.ranks.optimizers import built_optimizer
+from pytest_fsdp_meta.worlds import Rank, current, doing
+
+
+def observe_not_finite() -> StepNotFinite:
+    """Run the author's step with NaN in what the model returns on the ranks of the first slice of the batch.
+
+    If that leaves all ranks as they were, run it again, with NaN on those of the last slice. The model may be of no use
+    afterwards.
+    """
+    rank, subject = current(), resharded_subject()
+    data_parallel = batch_slice(subject, rank)
+    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    steps: list[bool] = []
+    for bad in dict.fromkeys((0, data_parallel[1] - 1)):
+        if steps and _on_any_rank(steps[0], rank):
+            break
+        moved = _moves(subject, rank, rows, data_parallel[0] == bad)
+        if moved is None:
+            break
+        steps.append(moved)
+    return StepNotFinite(data_parallel, tuple(steps))
+
+
+def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
+    """Return whether a step changes this rank's parameters; None if it does not call the model itself."""
+    doing("a step that is not finite")
+    before, called = _digests(subject, rank), False
+
+    def spoil(module: Module, args: Any, output: Any) -> Any:
+        nonlocal called
+        called = True
+        return _with_nan(output) if spoiling else None
+
+    hook = subject.model.register_forward_hook(spoil)
+    try:
+        _step(subject, rank, rows)
+    finally:
+        hook.remove()
+    reshard(subject.model)
+    return _digests(subject, rank) != before if called else None
+
+
+def _on_any_rank(flag: bool, rank: Rank) -> bool:
+    """Return whether it is true on any rank: all have to agree whether a second step follows."""
+    flags = torch.tensor(float(flag), device=rank.device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
+def _step(subject: Subject, rank: Rank, rows: dict[str, Any]) -> None:
+    assert subject.train_step is not None
+    optimizer = optimizer_of(subject, rank)
+    assert optimizer is not None
+    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
+    beside = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(subject, subject.train_step)
+    call_field("train_step", subject.train_step, subject.model, handed, rows, **beside)
+
+
+def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:
+    tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
+    return {tensor.name: tensor.digest for tensor in tensors if tensor.requires_grad}
+
+
+def _with_nan(value: Any) -> Any:
+    """Return the value with NaN in all its floating tensors, in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return value * float("nan") if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_nan, value))
+    spoiled: Any
+    if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
+        spoiled = copy.copy(value)
+        for key, part in value.items():
+            spoiled[key] = _with_nan(part)
+        return spoiled
+    if is_dataclass(value) and not isinstance(value, type):
+        spoiled = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(spoiled, field.name, _with_nan(getattr(value, field.name)))
+        return spoiled
+    return value
