@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORDS = (
-    *("values", "gradients", "clipped", "first_updates", "second", "late", "updates", "accumulated"),
+    *("values", "gradients", "clipped", "first_updates", "second", "late", "updates", "accumulated", "short"),
     *("first_buffers", "buffers", "beside", "updated_beside"),
 )
 """Records of the reference, in this order: its weights; the gradients of the first step; the same gradients as the
 author's function has clipped them; the weights after the first step; the gradients of the second step; the weights
-before the last step; the weights after it; the mean gradients of micro-batches; the buffers that the first step has
-changed; those that have changed by the end; what the author keeps beside the model, before training; the same after it.
+before the last step; the weights after it; the mean gradients of micro-batches; the gradients of half of each rank's
+rows; the buffers that the first step has changed; those that have changed by the end; what the author keeps beside the
+model, before training; the same after it.
 """
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.random_numbers.facts import Draw
 from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
-GRADIENTS = ("gradients", "second", "accumulated")
+GRADIENTS = ("gradients", "second", "accumulated", "short")
 BUFFERS = FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
 """Snapshots of gradients, and of buffers after the first and the last step; the others are of parameters."""
 UNKNOWN_DTYPE = "unknown"
@@ -34,7 +34,7 @@ class Movement:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The gradients of the first batch, accumulated over micro-batches and compared with the reference's.
+    """The gradients of the first batch, or of its first half, over micro-batches, compared with the reference's.
 
     ``early`` names the parameters whose gradients were already reduced after the first micro-batch although
     synchronisation was switched off.
@@ -46,7 +46,7 @@ class Accumulation:
     problem: str = ""
     """Why the batch cannot be divided into micro-batches, or empty."""
     refused: str = ""
-    """The error that a hook of the optimizer's step raised, or empty."""
+    """The error that a hook of the optimizer's step raised, or the author's step, or empty."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Noise:
     """How far the reference's own training moves if it rounds as the loader does, in the slices that a rank holds.
 
     Each mapping is by tensor: of the first and the second gradient, of the update over all steps and over the first, of
-    the accumulated gradient, and of buffers after the first and the last step. ``losses`` and ``norm`` are those of the
-    whole batch.
+    the accumulated gradient and that of a short step, and of buffers after the first and the last step. ``losses`` and
+    ``norm`` are those of the whole batch.
     """
 
     losses: tuple[float, ...] = ()
@@ -116,6 +116,7 @@ class Noise:
     updates: Mapping[str, TensorNoise] = field(default_factory=dict)
     first_updates: Mapping[str, TensorNoise] = field(default_factory=dict)
     accumulated: Mapping[str, TensorNoise] = field(default_factory=dict)
+    short: Mapping[str, TensorNoise] = field(default_factory=dict)
     first_buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
     buffers: Mapping[str, TensorNoise] = field(default_factory=dict)
     problem: str = ""
@@ -192,6 +193,8 @@ class RankTraining:
     optimizer: OptimizerFacts | None = None
     movements: tuple[Movement, ...] = ()
     accumulation: Accumulation | None = None
+    short: Accumulation | None = None
+    """A step of the author's with half of this rank's first rows; None if there is none, or nothing to compare with."""
     unclipped: tuple[Comparison, ...] = ()
     """The gradients of one more step of the author's on the first batch, if they are too small to be clipped.
 
@@ -232,6 +235,7 @@ class RankTraining:
             "gradients": self.gradients,
             "second": second.gradients,
             "accumulated": accumulated.gradients,
+            "short": (self.short or Accumulation()).gradients,
             "first_updates": second.parameters,
             "updates": self.parameters,
             FIRST_BUFFERS: self.buffers.first,

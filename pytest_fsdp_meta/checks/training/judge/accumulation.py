@@ -20,25 +20,26 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
-from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 
 @training_check(
-    promise="gradients accumulated over micro-batches equal those of the whole batch, and are reduced only with the "
-    "last micro-batch",
+    promise="gradients accumulated over micro-batches equal those of the whole batch, also in a step with fewer, and "
+    "are reduced only with the last micro-batch",
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
     "step is lost.",
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
     remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
-    references=["nvidia-cosmos/cosmos-framework#161"],
+    references=["nvidia-cosmos/cosmos-framework#161", "huggingface/transformers#39659", "modelscope/ms-swift#10084"],
     tolerance=GRADIENT_TOLERANCE,
 )
 def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     if "train_step" in view.evidence.subject.declared:
-        raise NotJudged("Subject(train_step=...) accumulates by itself, and grad_parity compares the result")
+        yield from _wrong_short_step(view, runs)
+        return
     recorded = [run.accumulation for run in runs if run.accumulation is not None]
     if not recorded or len(recorded) < len(runs):
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
@@ -72,6 +73,32 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     yield from found
 
 
+def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Yield the gradients that are wrong in a step of the author's with half of the rows, if whole ones are right."""
+    recorded = [run.short for run in runs if run.short is not None]
+    if all(max(run.backwards, default=0) < 2 for run in runs):
+        raise NotJudged("train_step runs one backward, and grad_parity compares its gradients")
+    if not recorded or len(recorded) < len(runs):
+        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if refused := next((one.refused for one in recorded if one.refused), ""):
+        raise NotJudged(f"train_step refuses half of the rows of a batch: {refused}")
+    if problem := next((one.problem for one in recorded if one.problem), ""):
+        raise NotJudged(f"batch(0): {problem}, so no step can be half as long; give it more rows")
+    limits = limits_of(view, "short")
+    pairs = view.comparisons(tuple(one.gradients for one in recorded), view.names("parameter"))
+    found = [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
+    changing = next(_changed_by_forward(view), None)
+    if found and changing is not None:
+        raise NotJudged(f"every forward changes {changing}, so a step of another length changes it otherwise")
+    if found and view.failed:
+        raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
+    compared = (c for one in recorded for c in one.gradients)
+    unless_explained(
+        view, runs, found, "gradients of a step with half of the rows differ", compared, GRADIENT_TOLERANCE
+    )
+    yield from found
+
+
 def _changed_by_forward(view: View) -> Iterator[str]:
     """Yield the buffers, and other untrained tensors, that change in the reference."""
     after = view.reference.after
@@ -99,19 +126,27 @@ def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
         lost = [rank for rank in lost if name not in runs[rank].without_gradient]
         if lost:
             yield Finding(name, tuple(lost), _NO_GRADIENT, _MEAN, **_STAYS_OFF)
-        yield from _wrong_sums(name, pairs.get(name, []), limits)
+        yield from _wrong_sums(name, pairs.get(name, []), limits, "after the last micro-batch", _OVERWRITTEN)
 
 
-def _wrong_sums(name: str, pairs: list[tuple[int, Comparison]], limits: Limits) -> Iterator[Finding]:
+def _wrong_sums(
+    name: str, pairs: list[tuple[int, Comparison]], limits: Limits, when: str, explanation: Explanation
+) -> Iterator[Finding]:
     wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
     allowed = limits.relative_to(wrong)
     for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
         ranks = tuple(rank for rank, _ in cases)
         actual = f"gradient {factor} times as large" if factor else "different gradient"
         expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)
-        yield Finding(name, ranks, f"{actual} after the last micro-batch", expected, detail, **_OVERWRITTEN)
+        yield Finding(name, ranks, f"{actual} {when}", expected, detail, **explanation)
 
 
+_SHORT = "in a step with half of the rows"
+_FULL_SIZE: Explanation = {
+    "cause": "the loss of a window with fewer micro-batches, as the last one of an epoch, is divided by the number of "
+    "a full one",
+    "remedy": "divide by the micro-batches, or the tokens, that the window really has",
+}
 _NO_GRADIENT = "no gradient after the last micro-batch"
 _MEAN = "the mean over the micro-batches"
 _NOT_OFF: Explanation = {

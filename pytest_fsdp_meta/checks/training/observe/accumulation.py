@@ -50,6 +50,11 @@ def union_of_ranks(size: int) -> list[list[tuple[int, int]]]:
     return [list(pieces) for pieces in zip(*(micro_batches((index, size)) for index in range(size)), strict=True)]
 
 
+def half_of_ranks(size: int) -> list[list[tuple[int, int]]]:
+    """Return one round with the first half of each rank's rows, as a window of accumulation that ends early."""
+    return union_of_ranks(size)[: MICRO_BATCHES // 2]
+
+
 def accumulate(
     subject: Subject,
     device: torch.device,

@@ -30,6 +30,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard
 from pytest_fsdp_meta.ranks.reference_record import Record
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import CallFailed, Rank
 
 SCALING = 16
@@ -46,6 +47,7 @@ class FirstBatchAgain:
     records: Mapping[str, Record]
     optimizer: Optimizer | None
     accumulation: Accumulation | None = None
+    short: Accumulation | None = None
     unclipped: tuple[Comparison, ...] = ()
     memory: StepMemory | None = None
 
@@ -55,6 +57,7 @@ class FirstBatchAgain:
             self.memory = StepMemory(0)
             return
         self.accumulation = self._accumulate(self.optimizer)
+        self.short = self._shorten(self.optimizer)
         self.unclipped = self._leave_unclipped(self.optimizer)
         if self.memory is None:
             self.memory = self._run_for_memory(self.optimizer)
@@ -91,6 +94,27 @@ class FirstBatchAgain:
             early = run()
         return early
 
+    def _shorten(self, optimizer: Optimizer) -> Accumulation | None:
+        """Let the author's step train on half of the rows, as in the last window of an epoch."""
+        subject, rank = self.subject, self.rank
+        if subject.train_step is None or not self.records:
+            return None
+        if problem := indivisible_batch(subject, self.data_parallel[1]):
+            return Accumulation(problem=problem)
+        if "short" not in self.records:
+            return None  # nothing is trainable in the reference
+        seen = _Scaled(subject.model, self.records["short"], subject.max_grad_norm is not None)
+        beside: Beside = rank.state["beside"]
+        try:
+            with beside.kept_schedule(optimizer):
+                train(subject, rank.device, range(1), micro_batches(self.data_parallel)[0], optimizer, seen, beside)
+        except (CallFailed, SubjectError) as error:
+            cause = error.__cause__ or error
+            return Accumulation(refused=f"{type(cause).__name__}: {first_line(cause)}")
+        finally:
+            reshard(subject.model)
+        return Accumulation(seen.gradients)
+
     def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
         """Let the author's step train on the batch, so that clipping hides no wrong scale.
 
@@ -99,7 +123,7 @@ class FirstBatchAgain:
         subject, rank = self.subject, self.rank
         if subject.train_step is None or subject.max_grad_norm is None or "accumulated" not in self.records:
             return ()
-        seen = _Unclipped(subject.model, self.records["accumulated"])
+        seen = _Scaled(subject.model, self.records["accumulated"])
         beside: Beside = rank.state["beside"]
         with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
             for _ in range(2):
@@ -123,12 +147,11 @@ class FirstBatchAgain:
         reshard(self.subject.model)
 
 
-class _Unclipped(StepObserver):
-    """The gradients of a step that are too small to be clipped, compared with the reference's."""
+class _Scaled(StepObserver):
+    """The gradients of a step compared with the reference's; if ``small``, they are too small to be clipped."""
 
-    gradient_scale = 2.0**-10  # a power of two, so that scaling rounds nothing
-
-    def __init__(self, model: Module, record: Record) -> None:
+    def __init__(self, model: Module, record: Record, small: bool = True) -> None:
+        self.gradient_scale = 2.0**-10 if small else 1.0  # a power of two, so that scaling rounds nothing
         self._model = model
         self._record = record
         self.gradients: tuple[Comparison, ...] = ()

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, half_of_ranks
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
 from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
 from pytest_fsdp_meta.checks.training.observe.reference import (
@@ -81,6 +82,10 @@ def train_nudged(
             with noisy.nudged():
                 accumulate_as_ranks(subject, optimizer, data_parallel_size)
             noisy.take("accumulation")
+        if optimizer is not None and "short" in noisy.records:
+            with noisy.nudged():
+                accumulate(subject, current().device, half_of_ranks(data_parallel_size))
+            noisy.take("short")
     except Exception as error:
         state.pop("noise")
         cause = cause_of(error)

@@ -28,6 +28,7 @@ from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
+    half_of_ranks,
     indivisible_batch,
     micro_batches,
     union_of_ranks,
@@ -138,14 +139,16 @@ def train_reference(
     data_parallel_size: int,
     facts: ReferenceFacts,
     compiled: bool = False,
+    by_step: bool = False,
 ) -> ReferenceFacts:
     """Train the reference from the recorded values; return the facts with the results added.
 
     Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
     rounds of micro-batches of ``data_parallel_size`` ranks. Where trainings in ``train()`` cannot be compared, as those
     of some models that are ``compiled`` on the ranks, this one and all that follow in this world are in ``eval()``.
+    Where the ranks train ``by_step`` of the author's, half of each rank's rows is accumulated as well.
     """
-    rank, arguments = current(), (recipe, steps, folder, data_parallel_size)
+    rank, arguments = current(), (recipe, steps, folder, data_parallel_size, by_step)
     kept = tuple(by_batch(rank.state["reference"]))
     facts = replace(facts, by_batch=kept)
     if compiled and kept:
@@ -188,6 +191,7 @@ def _train_and_record(
     steps: int,
     folder: str,
     data_parallel_size: int,
+    by_step: bool,
     facts: ReferenceFacts,
     writer: RecordWriter,
     may_draw: bool = False,
@@ -213,6 +217,9 @@ def _train_and_record(
     ):
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.take("accumulation")
+    if optimizer is not None and by_step and not indivisible_batch(subject, data_parallel_size):
+        accumulate(subject, rank.device, half_of_ranks(data_parallel_size))
+        first.take("short")
     left_out = hooks_left_out(subject)
     memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
     drop_gradients(model)

@@ -33,7 +33,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors at one moment: after the "backward" or the "update" of a step, at the "end", or after "accumulation"."""
+    """Tensors at one moment: after a "backward", "update" or "accumulation", a "short" step, or at the "end"."""
 
     name: str
     """The name of the record, and of the field of ``Noise`` that says how far it moves."""
@@ -73,6 +73,7 @@ SNAPSHOTS = (
     Snapshot("updates", PARAMETERS, "end"),
     Snapshot(LAST_BUFFERS, BUFFERS, "end"),
     Snapshot("accumulated", GRADIENTS, "accumulation"),
+    Snapshot("short", GRADIENTS, "short"),
 )
 
 

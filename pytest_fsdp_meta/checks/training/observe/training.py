@@ -122,6 +122,7 @@ def observe_training(
         optimizer=held,
         movements=moved,
         accumulation=again.accumulation,
+        short=again.short,
         unclipped=again.unclipped,
         clipped=seen.clipped,
         second=seen.second,
