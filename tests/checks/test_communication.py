@@ -21,6 +21,7 @@ from tests.checks.evidence_factory import (
     findings_of,
     healthy,
     left_out,
+    on_runs,
     place,
     undeclared,
     verdict,
@@ -172,6 +173,24 @@ NO_GROUPS = "FSDP2 manages no parameters here, so there are no FSDP groups to ga
 )
 def test_what_groups_explain_passes(evidence):
     assert verdict(BUDGET, evidence).status == "passed"
+
+
+REDUCE = collective("all_reduce", by_fsdp=True)
+
+
+@pytest.mark.parametrize(
+    ("ops", "replicates", "what"),
+    [
+        ([SCATTER] * 4, False, "4 reduce_scatters of FSDP groups, where 2 would do: set_requires_gradient_sync(False)"),
+        ([SCATTER] * 2 + [REDUCE] * 4, True, "4 all_reduces of FSDP groups, where 2 would do: set_requires_all_reduce"),
+        ([SCATTER] * 2, False, ""),
+        ([SCATTER] * 4 + [REDUCE] * 2, True, "4 reduce_scatters of FSDP groups"),
+    ],
+)
+def test_a_step_that_reduces_each_micro_batch_passes_with_a_note(ops, replicates, what):
+    groups = [replace(group, forwards=2, replicates=replicates) for group in GROUPS]
+    found = verdict(BUDGET, on_runs(step(*ops, groups=groups), None, backwards=(2, 2, 2)))
+    assert (found.status, what in found.reason, bool(found.reason)) == ("passed", True, bool(what))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, Ran
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.judging.families import communication_check, sharding_check
 from pytest_fsdp_meta.judging.findings import Finding
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, majority, ranks_by
+from pytest_fsdp_meta.judging.view import NotDeclared, Noted, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 
 EQUAL_SIZES = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"})
@@ -181,6 +181,25 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
             raise PartlyJudged(
                 f"none of the {op}s could be attributed to FSDP2; please report this, with your torch version"
             )
+    _note_reductions_of_micro_batches(view, ranks)
+
+
+def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollectives]) -> None:
+    """Raise Noted if a step reduces every micro-batch: that saves the memory of whole gradients, and may be meant."""
+    spared = (
+        ("all_reduce", _replica_reductions, "set_requires_all_reduce(False)"),
+        ("reduce_scatter", _reductions, "set_requires_gradient_sync(False), which keeps whole gradients in memory,"),
+    )
+    for own, run in zip(ranks, view.evidence.training or (), strict=False):
+        backwards = max(run.backwards, default=0)
+        for op, needed, how in spared:
+            count = sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
+            enough = sum(min(1, needed(group)) for group in own.groups or ())
+            if backwards > 1 and enough and count >= backwards * enough:
+                raise Noted(
+                    f"a step of {backwards} micro-batches runs {counted(count, op)} of FSDP groups, where {enough} "
+                    f"would do: {how} before all but the last backward"
+                )
 
 
 def _require_step(view: View, ranks: Sequence[RankCollectives]) -> None:

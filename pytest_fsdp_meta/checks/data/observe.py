@@ -118,6 +118,8 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None)
     """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared."""
     if subject.data is not None:
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
+        if resumed_from is not None and torch.initial_seed() == SEED:
+            torch.manual_seed(SEED + 1)  # a restarted job that nobody seeds draws another order
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)
