@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -22,13 +23,15 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import (
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
+from pytest_fsdp_meta.checks.training.observe.movement import copy_shards
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.values.observe import compare_gradients
 from pytest_fsdp_meta.evidence import Accumulation, Comparison
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
-from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import CallFailed, Rank
@@ -103,10 +106,12 @@ class FirstBatchAgain:
             return Accumulation(problem=problem)
         if "short" not in self.records:
             return None  # nothing is trainable in the reference
-        seen = _Scaled(subject.model, self.records["short"], subject.max_grad_norm is not None)
+        clips = subject.max_grad_norm is not None
+        seen = _Scaled(subject.model, self.records["short"], clips)
         beside: Beside = rank.state["beside"]
         try:
-            with beside.kept_schedule(optimizer):
+            # What is not clipped is compared with the reference's next, which has not stepped.
+            with beside.kept_schedule(optimizer), _kept_weights(subject.model) if clips else nullcontext():
                 train(subject, rank.device, range(1), micro_batches(self.data_parallel)[0], optimizer, seen, beside)
         except (CallFailed, SubjectError) as error:
             cause = error.__cause__ or error
@@ -145,6 +150,21 @@ class FirstBatchAgain:
         optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
         drop_gradients(self.subject.model)
         reshard(self.subject.model)
+
+
+@contextmanager
+def _kept_weights(model: Module) -> Iterator[None]:
+    """Give the trainable parameters their values back at the end."""
+    before = copy_shards(model)
+    try:
+        yield
+    finally:
+        reshard(model)
+        parts = parts_of(model)
+        with torch.no_grad():
+            for name, _, tensor in named_tensors(model):
+                if name in before:
+                    local_part(parts.of(name, tensor).local).copy_(before[name])
 
 
 class _Scaled(StepObserver):

@@ -107,10 +107,10 @@ class _Modes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        original = Module.train
+        original, own = Module.train, {id(module) for module in self._model.modules()}
 
         def train(module: Module, mode: bool = True) -> Module:
-            self._asked |= mode and any(module is own for own in self._model.modules())
+            self._asked |= mode and id(module) in own
             return original(module, mode)
 
         with ExitStack() as stack:
@@ -132,7 +132,8 @@ class _Modes:
             return ("",) if ran and self._asked else ()
         dropouts = {name: module for name, module in modules.items() if isinstance(module, DROPOUTS) and module.p}
         for name, module in dropouts.items():
-            if id(module) in self._trained and _learns(modules[name.rpartition(".")[0]], recurse=True):
+            around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
+            if id(module) in self._trained and around is not None and _learns(around, recurse=True):
                 ran[name] = self._trained[id(module)]
         off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in statistics]
         return tuple(dict.fromkeys(_outermost(name, ran, off) for name in off))
