@@ -215,7 +215,7 @@ def test_what_is_written_passes_at_once(repository: Project, name: str) -> None:
     result = repository.run("tests")
     outcomes = result.parseoutcomes()
     assert set(outcomes) == {"passed", "skipped"}, result.stdout.str()
-    assert outcomes["passed"] == 38, "values, training and checkpoints are compared"
+    assert outcomes["passed"] == 39, "values, training and checkpoints are compared"
 
 
 def test_a_transformers_class(repository: Project) -> None:

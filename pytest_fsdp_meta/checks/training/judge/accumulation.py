@@ -85,7 +85,8 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}, so no step can be half as long; give it more rows")
     limits = limits_of(view, "short")
-    pairs = view.comparisons(tuple(one.gradients for one in recorded), view.names("parameter"))
+    names = view.names("parameter", but=excused_gradients(view, runs))
+    pairs = view.comparisons(tuple(one.gradients for one in recorded), names)
     found = [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
     changing = next(_changed_by_forward(view), None)
     if found and changing is not None:

@@ -354,9 +354,11 @@ def describe_error(limits: Limits, cases: Cases) -> str:
 
 
 _MISSING: Explanation = {
-    "cause": "the loss does not depend on it: its output is detached, it is used under no_grad, or the module computes "
-    "with another tensor than the parameter it registers",
-    "remedy": "use the registered parameter in the forward, without detach() or no_grad() around it",
+    "cause": "the loss does not depend on it: its output is detached, it is used under no_grad (as in reentrant "
+    "checkpointing of a part whose input needs no gradient), or the module computes with another tensor than the "
+    "parameter it registers",
+    "remedy": "use the registered parameter in the forward, without detach() or no_grad() around it; checkpoint with "
+    "use_reentrant=False",
 }
 _REDUCTION_OFF: Explanation = {
     "cause": "no parameter has a gradient: the reduction is turned off and never on again "
