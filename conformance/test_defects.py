@@ -1,7 +1,7 @@
 """Each defect fails its own check, with the expected lines, and no other check that reads the same observations.
 
-The first defect of each check is in ``make test``, the others are slow. ``make matrix`` judges each by the whole
-catalogue.
+The first defect of each check is in ``make test``, the others in ``make nightly``, where the matrix judges each of them
+by the whole catalogue as well.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pytest_fsdp_meta.reports.terminal import describe_failure
 
 FIRST = {defect.caught_by: name for name, defect in reversed(DEFECTS.items())}
 """Check -> the first of its defects."""
-SLOWLY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.slow) for name in DEFECTS]
+RARELY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.nightly) for name in DEFECTS]
 
 
-@pytest.mark.parametrize("name", SLOWLY)
+@pytest.mark.parametrize("name", RARELY)
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, loader_judge):
     defect = DEFECTS[name]
     require(defect.needs)
