@@ -68,6 +68,18 @@ def parts_of_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
 
 
+def train_optimizer(optimizer: Optimizer) -> None:
+    """Call ``train()`` of the optimizers that have modes (schedule-free ones), as a trainer does before it steps.
+
+    They look up the state of each parameter, and so leave empty entries, which torch takes for a state.
+    """
+    for part in map(computing_optimizer, parts_of_optimizer(optimizer)):
+        if callable(getattr(part, "train", None)):
+            part.train()
+            for parameter in [parameter for parameter, own in part.state.items() if not own]:
+                del part.state[parameter]
+
+
 def computing_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the torch optimizer that computes the steps of one of the parts: itself, or what ZeRO-3 steps with."""
     return optimizer.inner if isinstance(optimizer, Zero3Optimizer) else optimizer

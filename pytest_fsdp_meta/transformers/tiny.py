@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CAUSAL_LMS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -195,7 +195,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 """Sizes by model type where the validation or the arithmetic of an architecture requires other values."""
 
 
-def tiny_config(model_type: str, *, revealing: bool = False, **sizes: Any) -> PreTrainedConfig:
+def tiny_config(model_type: str, *, revealing: bool = False, **sizes: Any) -> PretrainedConfig:
     """Return the configuration of a model type with all its sizes reduced; ``sizes`` override the reduced ones.
 
     It has two layers, of two kinds if the architecture has several, and a vocabulary of 120 tokens. If ``revealing``,
@@ -209,7 +209,7 @@ def tiny_config(model_type: str, *, revealing: bool = False, **sizes: Any) -> Pr
     return _shrink(CONFIG_MAPPING[model_type], sizes, SIZES | REVEALING if revealing else SIZES)
 
 
-def _shrink(kind: type[PreTrainedConfig], sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> PreTrainedConfig:
+def _shrink(kind: type[PretrainedConfig], sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> PretrainedConfig:
     """Build a config of a class; the sizes of a sub-config, such as ``text_config``, may be a dict."""
     overrides = {**EXCEPTIONS.get(kind.model_type, {}), **sizes}
     try:
@@ -284,7 +284,7 @@ def tiny_checkpoint(
     return Path(folder)
 
 
-def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[PreTrainedConfig, Any]:
+def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
     """Return the config, and what builds a model from it."""
     if auto_class is AutoModelForCausalLM:
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

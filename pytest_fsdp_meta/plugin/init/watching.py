@@ -119,16 +119,16 @@ class Watch:
         """Watch transformers' configs, once the loader has imported transformers; return whether that is new."""
         if self.sees_transformers or "transformers" not in sys.modules:
             return False
-        from transformers import PreTrainedConfig
+        from transformers import PretrainedConfig
 
-        PreTrainedConfig.__new__ = self._configure
-        read = PreTrainedConfig.get_config_dict.__func__
+        PretrainedConfig.__new__ = self._configure
+        read = PretrainedConfig.get_config_dict.__func__
 
         def get_config_dict(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
             self._write_pretrained(cls, name)
             return read(cls, name, *args, **kwargs)
 
-        PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
+        PretrainedConfig.get_config_dict = classmethod(get_config_dict)
         self.sees_transformers = True
         return True
 

@@ -43,7 +43,7 @@ from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice, calling_torch, has_stages
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, train_optimizer
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
@@ -203,6 +203,8 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
     if subject.resume is not None:
         call_author("resume", subject, optimizer, folder, beside)
         return
+    if optimizer is not None:
+        train_optimizer(optimizer)  # torch steps a new one, to give it the state that is loaded
     states = _torch_states(subject.model, optimizer)
     kept = {} if beside is None else beside.states()
     if optimizer is not None:

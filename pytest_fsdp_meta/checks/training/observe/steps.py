@@ -18,6 +18,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside,
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
+from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import comparable
 from pytest_fsdp_meta.worlds import SEED, doing
 
@@ -89,6 +90,8 @@ def train(
     drop_gradients(model)  # a loader may have run a warm-up backward
     if step_of is _plain_step:
         model.train()
+        if optimizer is not None:
+            train_optimizer(optimizer)
     with comparable(model):
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")

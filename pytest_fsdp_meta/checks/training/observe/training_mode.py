@@ -21,6 +21,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
+from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import by_batch, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
@@ -55,6 +56,7 @@ def observe_training_mode() -> RankTrainingMode:
             with torch.no_grad():
                 loss_of(subject, rows)
         elif subject.train_step is None:
+            train_optimizer(optimizer)
             loss_of(subject, rows).backward()
             optimizer.step()
         else:
