@@ -295,7 +295,7 @@ _CHANGED_AFTERWARDS: Explanation = {
     cause="checkpointing does not restore the random state before it computes again",
     remedy="leave preserve_rng_state=True in torch.utils.checkpoint.checkpoint(), or give dropout a mask that is an "
     "argument of the part that is computed again",
-    references=["pytorch/pytorch#190626"],
+    references=["allenai/OLMo-core#828", "allenai/OLMo#702"],
 )
 def recomputation_draws_alike(view: View) -> Iterable[Finding]:
     steps = _steps_with_draws(view)

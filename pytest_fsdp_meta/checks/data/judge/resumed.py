@@ -36,7 +36,10 @@ class _Run(NamedTuple):
     why="A run that restarts often then trains on some rows several times and never on others.",
     cause="the state of the loader, its sampler or its dataset is saved or loaded in part",
     remedy="save the position, the epoch and the seed of each rank's loader, and load them before the iteration begins",
-    references=["KempnerInstitute/KempnerForge#51", "pytorch/torchtitan#409", "huggingface/accelerate#2016"],
+    references=[
+        *("KempnerInstitute/KempnerForge#51", "pytorch/torchtitan#409", "huggingface/accelerate#2016"),
+        "wyim-pgl/transgenic#59",
+    ],
     fields=["data"],
 )
 def batches_resume(view: View) -> Iterator[Finding]:
