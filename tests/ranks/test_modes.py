@@ -97,7 +97,8 @@ def test_all_is_as_before_after_an_error():
         norm(torch.ones(3))
     assert before == (functional.dropout, functional.scaled_dot_product_attention, torch.dropout)
     assert norm.training
-    assert not norm._forward_pre_hooks and not norm._forward_hooks
+    assert not norm._forward_pre_hooks
+    assert not norm._forward_hooks
 
 
 def test_statistics_of_the_rows_stay_as_they_are():
