@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
@@ -19,6 +21,7 @@ from pytest_fsdp_meta.checks.values.observe import compare
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.loader.adapter import PartError
 from pytest_fsdp_meta.ranks import modes
+from pytest_fsdp_meta.ranks.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.ranks.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.ranks.inventory import tensor_facts
 from pytest_fsdp_meta.ranks.reference_record import Record, boxes, write_record
@@ -474,3 +477,20 @@ def test_megatron_fsdp_switches_are_restored_after_an_error():
     with pytest.raises(CallFailed, match="Subject"):
         accumulate(subject, torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
     assert (model.model_auto_sync, model.is_last_microbatch) == (True, True)
+
+
+class Axis(str, enum.Enum):
+    """As NeMo Automodel names the dimensions of its meshes."""
+
+    SHARDING = "dp_shard"
+
+
+def dims_of_an_enumeration():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=(Axis.SHARDING,))
+    [dim] = mesh_facts(distribute_tensor(torch.ones(2), mesh, [Shard(0)])).dims
+    return type(dim).__name__, dim
+
+
+def test_dimensions_that_an_enumeration_names_are_plain_text():
+    with world_of(1) as world:
+        assert world.run(dims_of_an_enumeration)[0] == ("str", "dp_shard")

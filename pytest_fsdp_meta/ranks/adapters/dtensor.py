@@ -93,7 +93,8 @@ def mesh_facts(tensor: DTensor) -> MeshFacts:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     return MeshFacts(
-        dims=tuple(mesh.mesh_dim_names or [None] * mesh.ndim),
+        # NeMo Automodel names dimensions by an enumeration of strings.
+        dims=tuple(map(str.__str__, mesh.mesh_dim_names)) if mesh.mesh_dim_names else (None,) * mesh.ndim,
         shape=tuple(mesh.shape),
         coordinate=None if coordinate is None else tuple(coordinate),
     )
