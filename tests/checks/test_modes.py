@@ -1,0 +1,144 @@
+"""Test the judges of modes, of steps that are not finite, and of what backward draws again, on hand-made evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_meta.checks.training.facts import StepNotFinite
+from tests.checks.evidence_factory import (
+    healthy,
+    on_some,
+    redrawn_in_backward,
+    skipping_alike,
+    undeclared,
+    verdict,
+)
+
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+MODES, SKIPS, AGAIN = "modules_train", "ranks_skip_alike", "recomputation_draws_alike"
+
+
+def in_modes(ranks=None, **facts):
+    evidence = healthy()
+    return replace(evidence, training_mode=on_some(evidence.training_mode, ranks, lambda step: replace(step, **facts)))
+
+
+def test_a_part_that_does_not_train():
+    [finding] = verdict(MODES, in_modes([1], evaluating=("layers.0",))).findings
+    assert (finding.tensor, finding.ranks) == ("layers.0", (1,))
+    assert finding.actual == "in eval() while the rest of the model trains"
+
+
+def test_a_model_that_does_not_train_although_it_was_asked_to():
+    [finding] = verdict(MODES, in_modes(evaluating=("",))).findings
+    assert (finding.tensor, finding.ranks) == (None, (0, 1))
+    assert finding.actual == "trains in eval() although train() was called in the same step"
+
+
+def test_a_dropout_that_does_not_know_the_mode():
+    [finding] = verdict(MODES, in_modes(dropping=("layers.0.drop",))).findings
+    assert (finding.tensor, finding.actual) == ("layers.0.drop", "drops elements in eval()")
+    assert "training=self.training" in finding.remedy
+
+
+def test_a_forward_that_fails_in_evaluation_is_partly_checked():
+    found = verdict(MODES, in_modes(evaluation_problem="KeyError: 'loss'"))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.endswith("its forward raises KeyError: 'loss'")
+    both = verdict(MODES, in_modes(evaluation_problem="KeyError: 'loss'", evaluating=("layers.0",)))
+    assert both.status == "failed"
+
+
+def skipping(*moved, index=None, size=2, **facts):
+    places = index or range(len(moved))
+    ranks = tuple(StepNotFinite((place, size), own, **facts) for place, own in zip(places, moved, strict=True))
+    return replace(healthy(len(moved)), not_finite=ranks)
+
+
+@pytest.mark.parametrize(
+    "evidence", [skipping((True,), (True,)), skipping((False, False), (False, False)), skipping_alike(healthy())]
+)
+def test_ranks_that_do_the_same_pass(evidence):
+    assert verdict(SKIPS, evidence).status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("moved", "ranks", "actual", "detail"),
+    [
+        (((True,), (False,)), (1,), "the step is skipped, and other ranks make it", "NaN on rank 0; rank 0 made it"),
+        (((False,), (True,)), (0,), "the step is skipped, and other ranks make it", "NaN on rank 0; rank 1 made it"),
+        (
+            ((False, True), (False, False)),
+            (1,),
+            "the step is skipped, and other ranks make it",
+            "NaN on rank 1; rank 0",
+        ),
+        (
+            ((False, True), (False, True)),
+            (0, 1),
+            "the step is made, although it is skipped where rank 0 has NaN",
+            "NaN on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_decide_otherwise(moved, ranks, actual, detail):
+    [finding] = verdict(SKIPS, skipping(*moved)).findings
+    assert (finding.ranks, finding.actual) == (ranks, actual)
+    assert finding.detail.replace("made the step", "made it").startswith(detail)
+
+
+def test_a_step_that_does_not_end():
+    [finding] = verdict(SKIPS, skipping((), (), waiting="rank 1 did not answer")).findings
+    assert (finding.ranks, finding.detail) == ((0, 1), "rank 1 did not answer")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (healthy(), "Subject(train_step=...) is not declared, so nothing decides whether a step is skipped"),
+        (skipping((), ()), "train_step does not call the model itself"),
+        (skipping((True,), (False,), index=(0, 0), size=1), "all ranks have the same rows"),
+        (undeclared(healthy(), "not_finite", why="a step is not made"), "a step is not made"),
+    ],
+)
+def test_nothing_to_judge(evidence, reason):
+    found = verdict(SKIPS, evidence)
+    assert (found.status, found.reason.startswith(reason)) == ("skipped", True)
+
+
+def test_backward_that_draws_other_numbers():
+    [finding] = verdict(AGAIN, redrawn_in_backward(healthy())).findings
+    assert (finding.ranks, finding.actual) == ((0, 1), "draws other random numbers in backward than in the forward")
+    steps = healthy().training_mode or ()
+    once = tuple(replace(step, draws=tuple(draw for draw in step.draws if not draw.again)) for step in steps)
+    assert verdict(AGAIN, replace(healthy(), training_mode=once)).reason == "backward draws no random numbers again"
+
+
+def test_replicas_that_each_round_by_their_own_numbers():
+    evidence = healthy(mesh=HSDP)
+    steps = [
+        replace(step, after=run.after) for step, run in zip(evidence.training_mode, evidence.training, strict=True)
+    ]
+    assert verdict("random_numbers_follow_the_mesh", replace(evidence, training_mode=tuple(steps))).status == "passed"
+    name = next(t.name for t in steps[0].after.tensors if t.requires_grad)
+    tensors = tuple(replace(t, digest="rounded") if t.name == name else t for t in steps[-1].after.tensors)
+    steps[-1] = replace(steps[-1], after=replace(steps[-1].after, tensors=tensors))
+    [finding] = verdict("random_numbers_follow_the_mesh", replace(evidence, training_mode=tuple(steps))).findings
+    assert (finding.tensor, finding.actual[:15]) == (name, "replicas differ")
+    assert len(finding.ranks) == 2
+
+
+def test_a_comparison_in_evaluation_is_a_part_of_what_should_be_compared():
+    evidence = healthy()
+    evaluated = replace(evidence, reference=replace(evidence.reference, evaluated="router draws random numbers"))
+    for id in ("loss_parity", "grad_parity", "update_parity"):
+        found = verdict(id, evaluated)
+        assert (found.status, found.why) == ("skipped", "partly checked")
+        assert found.reason.endswith("are compared in eval(), because router draws random numbers")
+    kept = replace(evidence, reference=replace(evidence.reference, by_batch=("norm",)))
+    assert (verdict("loss_parity", kept).status, "norm stayed in eval()" in verdict("loss_parity", kept).reason) == (
+        "passed",
+        True,
+    )
