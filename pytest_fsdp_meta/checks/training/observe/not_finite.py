@@ -14,12 +14,11 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import StepNotFinite
-from pytest_fsdp_meta.checks.training.observe.beside import make_beside
-from pytest_fsdp_meta.checks.training.observe.training_mode import optimizer_of
+from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, own_rows
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
-from pytest_fsdp_meta.ranks.optimizers import built_optimizer
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 
@@ -47,6 +46,8 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
     """Return whether a step changes this rank's parameters; None if it does not call the model itself."""
     doing("a step that is not finite")
     before, called = _digests(subject, rank), False
+    optimizer = last_optimizer(subject, rank)
+    assert optimizer is not None, "something is trainable"
 
     def spoil(module: Module, args: Any, output: Any) -> Any:
         nonlocal called
@@ -55,7 +56,8 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
 
     hook = subject.model.register_forward_hook(spoil)
     try:
-        _step(subject, rank, rows)
+        # Not run_author_step(): here a step may well leave the optimizer alone.
+        call_author_step(subject, optimizer, rows, last_beside(subject, rank, optimizer))
     finally:
         hook.remove()
     reshard(subject.model)
@@ -67,15 +69,6 @@ def _on_any_rank(flag: bool, rank: Rank) -> bool:
     flags = torch.tensor(float(flag), device=rank.device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags)
-
-
-def _step(subject: Subject, rank: Rank, rows: dict[str, Any]) -> None:
-    assert subject.train_step is not None
-    optimizer = optimizer_of(subject, rank)
-    assert optimizer is not None
-    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
-    beside = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(subject, subject.train_step)
-    call_field("train_step", subject.train_step, subject.model, handed, rows, **beside)
 
 
 def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:

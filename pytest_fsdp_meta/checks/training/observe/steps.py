@@ -140,8 +140,7 @@ def _author_step(
     beside: Beside,
 ) -> tuple[Tensor | float, int]:
     assert optimizer is not None
-    handed = beside.arguments(subject, subject.train_step)
     with observer.during_forwards():
         look = partial(observer.after_backward, number)
         scale = observer.gradient_scale
-        return run_author_step(subject, optimizer, rows, number, look, handed, gradient_scale=scale)
+        return run_author_step(subject, optimizer, rows, number, look, beside, gradient_scale=scale)

@@ -10,20 +10,18 @@ import torch
 from torch import nn
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
-from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.modes import by_batch, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
-from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
@@ -50,7 +48,7 @@ def observe_training_mode() -> RankTrainingMode:
         modes.watching(),
         watching_draws(subject.model, rank.device) as watch,
     ):
-        optimizer = optimizer_of(subject, rank)
+        optimizer = last_optimizer(subject, rank)
         if optimizer is None:
             with torch.no_grad():
                 loss_of(subject, rows)
@@ -58,22 +56,14 @@ def observe_training_mode() -> RankTrainingMode:
             loss_of(subject, rows).backward()
             optimizer.step()
         else:
-            # What is "beside" belongs to the optimizer that was made last.
-            handed = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(
-                subject, subject.train_step
-            )
-            run_author_step(subject, optimizer, rows, 0, lambda: None, handed)
+            beside = last_beside(subject, rank, optimizer)
+            run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
         hidden = watch.hidden
     reshard(subject.model)
     after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     return RankTrainingMode(data_parallel, tuple(watch.draws), hidden, modes.evaluating(), dropping, problem, after)
-
-
-def optimizer_of(subject: Subject, rank: Rank) -> Optimizer | None:
-    """Return the optimizer that has trained the model last, or a new one; None if nothing is trainable."""
-    return rank.state.get("resumable") or rank.state.get("optimizer") or make_optimizer(subject)
 
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
