@@ -45,9 +45,12 @@ def comparable(model: Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Put the model into ``eval()``, and give ``train()`` of any module no effect."""
-    model.eval()
+    """Put the model into ``eval()``, and give ``train()`` of any module no effect; restore all modes at the end."""
     with ExitStack() as stack:
+        # What trains on from here, as after a checkpoint, is in the author's modes again.
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         _patch(stack, Module, "train", lambda module, mode=True: module)
         yield
 

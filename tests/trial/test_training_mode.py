@@ -147,3 +147,33 @@ def test_states_at_a_checkpoint_are_observed_if_the_author_saves():
     assert [state.seed for state in states] == [100, 101]
     [finding] = judged(saved, RESUME).findings
     assert finding.actual.endswith("is not restored: resume() does not change it")
+
+
+class Noise(nn.Module):
+    """Noise that no dropout makes, so that the training is compared in ``eval()``."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.empty_like(hidden).uniform_(0.5, 1.5) if self.training else hidden
+
+
+def build_noisy() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 2))
+
+
+def load_noisy(fsdp: Rank) -> Subject:
+    def step(model: Any, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    model = fully_shard(build_noisy(), mesh=fsdp.mesh)
+    return Subject(model, reference=build_noisy, batch=batch, loss=loss, train_step=step)
+
+
+def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were():
+    evidence = observe(load_noisy, ["loss_parity", "resume_parity"])
+    assert "compared in eval()" in judged(evidence, "loss_parity").reason
+    assert judged(evidence, "resume_parity").status == "passed"

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
-from pytest_fsdp_meta.ranks.modes import by_batch, with_dropout
+from pytest_fsdp_meta.ranks.modes import by_batch, evaluating, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.text import first_line
@@ -68,17 +68,16 @@ def observe_training_mode() -> RankTrainingMode:
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
     """Return the modules that drop elements in ``eval()``, or why the forward fails there."""
-    subject.model.eval()
-    before = read_states(rank.device)
+    model, before = subject.model, read_states(rank.device)
     doing("a forward in eval()")
     try:
-        with deterministic(), torch.no_grad(), watching_draws(subject.model, rank.device) as watch:
+        with deterministic(), evaluating(model), torch.no_grad(), watching_draws(model, rank.device) as watch:
             loss_of(subject, rows)
     except Exception as error:  # of any type: some models return no loss in eval()
         cause = cause_of(error)
         return (), f"{type(cause).__name__}: {first_line(cause)}"
     finally:
-        reshard(subject.model)
+        reshard(model)
     if not changed_generators(before, read_states(rank.device)):
         return (), ""
     draws = (draw for draw in watch.draws if any(part in draw.operator for part in DROPPING))
