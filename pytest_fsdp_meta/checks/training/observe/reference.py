@@ -53,7 +53,7 @@ from pytest_fsdp_meta.ranks.assembly import put_together
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, by_batch, comparable
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, batch_norms, comparable
 from pytest_fsdp_meta.ranks.optimizers import (
     Rebuilding,
     hooks_left_out,
@@ -139,44 +139,48 @@ def train_reference(
     data_parallel_size: int,
     facts: ReferenceFacts,
     compiled: bool = False,
-    by_step: bool = False,
+    short: bool = False,
 ) -> ReferenceFacts:
     """Train the reference from the recorded values; return the facts with the results added.
 
     Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
-    rounds of micro-batches of ``data_parallel_size`` ranks. Where trainings in ``train()`` cannot be compared, as those
-    of some models that are ``compiled`` on the ranks, this one and all that follow in this world are in ``eval()``.
-    Where the ranks train ``by_step`` of the author's, half of each rank's rows is accumulated as well.
+    rounds of micro-batches of ``data_parallel_size`` ranks; with ``short``, those of half of each rank's rows as well.
+    Where trainings in ``train()`` cannot be compared, as those of some models that are ``compiled`` on the ranks, this
+    one and all that follow in this world are in ``eval()``.
     """
-    rank, arguments = current(), (recipe, steps, folder, data_parallel_size, by_step)
-    kept = tuple(by_batch(rank.state["reference"]))
-    facts = replace(facts, by_batch=kept)
-    if compiled and kept:
-        facts = replace(facts, evaluated=f"torch.compile has compiled the model, with {first_of(kept)} in train()")
-        rank.state[IN_EVALUATION] = True
-    try:
-        with RecordWriter() as writer:
-            trained = _train_and_record(*arguments, facts, writer)
-    except _DrawsInTraining as draws:
-        evaluated = _describe_draws(recipe, draws.rows, Record(record_at(folder, "values")))
+    rank = current()
+    norms = tuple(batch_norms(rank.state["reference"]))
+
+    def train_once(evaluated: str, may_draw: bool) -> ReferenceFacts:
         if evaluated:
             rank.state[IN_EVALUATION] = True
+        known = replace(facts, batch_norms=norms, evaluated=evaluated)
         with RecordWriter() as writer:
-            trained = _train_and_record(*arguments, replace(facts, evaluated=evaluated), writer, may_draw=True)
+            return _train_and_record(recipe, steps, folder, data_parallel_size, short, known, writer, may_draw)
+
+    try:
+        if compiled and norms:
+            why = f"torch.compile has compiled the model, with {first_of(norms)} in train()"
+            trained = train_once(why, may_draw=True)
+        else:
+            trained = train_once("", may_draw=False)
+    except _DrawsInTraining:
+        trained = train_once(_describe_draws(recipe, Record(record_at(folder, "values"))), may_draw=True)
     return_freed_memory(rank.device)  # this world waits while others train
     return trained
 
 
-def _describe_draws(recipe: Mapping[str, bytes], rows: dict[str, Any], values: Record) -> str:
+def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
     """Return which modules draw random numbers in ``train()`` although dropout is off, if these change the loss.
 
     Layers that are skipped with probability zero draw numbers that change nothing.
     """
-    subject = declared_subject(current().state["reference"], recipe)
+    subject, device = declared_subject(current().state["reference"], recipe), current().device
+    rows = own_rows(global_batch(subject, 0), 0, (0, 1), device)
     losses, drawing = set[float](), dict[str, None]()
     for seed in (SEED, SEED + 1):
         restore(subject.model, values)
-        with comparable(subject.model), watching_draws(subject.model, current().device) as watch, torch.no_grad():
+        with comparable(subject.model), watching_draws(subject.model, device) as watch, torch.no_grad():
             torch.manual_seed(seed)
             losses.add(scalar(loss_of(subject, rows)))
         drawing |= dict.fromkeys(draw.module or "the model itself" for draw in watch.draws)
@@ -191,10 +195,10 @@ def _train_and_record(
     steps: int,
     folder: str,
     data_parallel_size: int,
-    by_step: bool,
+    short: bool,
     facts: ReferenceFacts,
     writer: RecordWriter,
-    may_draw: bool = False,
+    may_draw: bool,
 ) -> ReferenceFacts:
     """Raise _DrawsInTraining if the first forward draws random numbers, unless it ``may_draw`` them."""
     rank = current()
@@ -217,7 +221,7 @@ def _train_and_record(
     ):
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.take("accumulation")
-    if optimizer is not None and by_step and not indivisible_batch(subject, data_parallel_size):
+    if optimizer is not None and short and not indivisible_batch(subject, data_parallel_size):
         accumulate(subject, rank.device, half_of_ranks(data_parallel_size))
         first.take("short")
     left_out = hooks_left_out(subject)
@@ -283,10 +287,6 @@ def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
 class _DrawsInTraining(Exception):
     """Raised by the first forward of a training that draws random numbers although dropout is off."""
 
-    def __init__(self, rows: dict[str, Any]) -> None:
-        super().__init__()
-        self.rows = rows
-
 
 class _RecordedSteps(StepObserver):
     """Record the snapshots, with the sizes and the norm of the first gradients, which are clipped too."""
@@ -335,7 +335,7 @@ class _RecordedSteps(StepObserver):
             before = read_states(current().device)
             loss = super().loss_of(subject, rows)
         if not self._may_draw and changed_generators(before, read_states(current().device)):
-            raise _DrawsInTraining(rows)
+            raise _DrawsInTraining
         named = list(parameters_of(self._model))
         self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
         places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}

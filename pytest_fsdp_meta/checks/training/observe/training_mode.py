@@ -20,13 +20,13 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
-from pytest_fsdp_meta.ranks.modes import by_batch, evaluating, with_dropout
+from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 
-DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 DROPPING = ("dropout", "bernoulli", "attention")
 """Parts of the names of the operators by which a dropout draws."""
 
@@ -114,17 +114,17 @@ class _Modes:
 
     def evaluating(self) -> tuple[str, ...]:
         """Return what ``RankTrainingMode.evaluating`` has."""
-        modules, statistics = innermost_modules(self._model), {id(module) for module in by_batch(self._model).values()}
+        modules, norms = innermost_modules(self._model), set(map(id, batch_norms(self._model).values()))
         learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
         ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
         if not any(ran.values()):
             return ("",) if ran and self._asked else ()
-        dropouts = {name: module for name, module in modules.items() if isinstance(module, DROPOUTS) and module.p}
-        for name, module in dropouts.items():
+        dropouts = ((name, module) for name, module in modules.items() if isinstance(module, DROPOUT_MODULES))
+        for name, module in dropouts:
             around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
-            if id(module) in self._trained and around is not None and _learns(around, recurse=True):
+            if module.p and id(module) in self._trained and around is not None and _learns(around, recurse=True):
                 ran[name] = self._trained[id(module)]
-        off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in statistics]
+        off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
         return tuple(dict.fromkeys(_outermost(name, ran, off) for name in off))
 
 
