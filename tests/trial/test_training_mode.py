@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial_help import judge_all, observe
@@ -177,3 +178,12 @@ def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were
     evidence = observe(load_noisy, ["loss_parity", "resume_parity"])
     assert "compared in eval()" in judged(evidence, "loss_parity").reason
     assert judged(evidence, "resume_parity").status == "passed"
+
+
+def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():
+    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)).eval()
+    model = nn.Sequential(nn.Linear(2, 2), part, nn.BatchNorm1d(2).eval())
+    modes = ModeWatch(model)
+    with modes.watching():
+        model(torch.ones(3, 2)).sum().backward()
+    assert modes.evaluating() == ("1",)

@@ -41,7 +41,7 @@ def observe_training_mode() -> RankTrainingMode:
         subject.model.train()
     doing("a step with dropout")
     set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
-    modes = _Modes(subject.model)
+    modes = ModeWatch(subject.model)
     with (
         deterministic(),
         with_dropout(subject.model, rank.device),
@@ -84,7 +84,7 @@ def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> t
     return tuple(dict.fromkeys(draw.module for draw in draws if draw.module)), ""
 
 
-class _Modes:
+class ModeWatch:
     """Note the mode of each module whenever it runs with gradients."""
 
     def __init__(self, model: Module) -> None:
@@ -113,7 +113,7 @@ class _Modes:
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
 
     def evaluating(self) -> tuple[str, ...]:
-        """Return what ``RankTrainingMode.evaluating`` has."""
+        """Return the modules that ``RankTrainingMode.evaluating`` describes."""
         modules, norms = innermost_modules(self._model), set(map(id, batch_norms(self._model).values()))
         learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
         ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
@@ -124,19 +124,20 @@ class _Modes:
             around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
             if module.p and id(module) in self._trained and around is not None and _learns(around, recurse=True):
                 ran[name] = self._trained[id(module)]
-        off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
-        return tuple(dict.fromkeys(_outermost(name, ran, off) for name in off))
+        # A batch norm alone is often kept in eval() on purpose.
+        left = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
+        return tuple(dict.fromkeys(_outermost(name, ran) for name in left))
 
 
 def _learns(module: Module, recurse: bool) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse))
 
 
-def _outermost(name: str, ran: dict[str, bool], off: list[str]) -> str:
-    """Return the outermost module around this one in which all that ran was in ``eval()``."""
+def _outermost(name: str, trained: dict[str, bool]) -> str:
+    """Return the outermost module around this one in which nothing trained."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         around = ".".join(parts[:end])
-        if all(inside in off for inside in ran if inside.startswith(f"{around}.")):
+        if not any(own for inside, own in trained.items() if inside.startswith(f"{around}.")):
             return around
     return name
