@@ -271,6 +271,7 @@ class StepNotFinite:
     """(index, size) of this rank's slice of the batch."""
     moved: tuple[bool, ...] = ()
     """Whether the step changed any trainable parameter of this rank: one with NaN in the first slice and, if it changed
-    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself."""
+    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself, or if the
+    model returns no floating tensors."""
     waiting: str = ""
     """How the step did not end on some ranks, or empty."""

@@ -31,7 +31,10 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
         yield Finding(None, tuple(range(len(ranks))), "the step does not end", MADE_OR_SKIPPED, waiting)
         return
     if not all(own.moved for own in ranks):
-        raise NotJudged("train_step does not call the model itself, so its output could not be made NaN")
+        raise NotJudged(
+            "train_step does not call the model itself, or the model returns no tensors, so its output could not be "
+            "made NaN"
+        )
     slices = ranks[0].data_parallel[1]
     if slices == 1:
         raise NotJudged("all ranks have the same rows, and so the same loss")

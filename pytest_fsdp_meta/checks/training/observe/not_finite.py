@@ -19,6 +19,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_op
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, own_rows
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
+from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 
@@ -31,19 +32,18 @@ def observe_not_finite() -> StepNotFinite:
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
     rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
-    steps: list[bool] = []
+    steps: list[bool | None] = []
     for bad in dict.fromkeys((0, data_parallel[1] - 1)):
-        if steps and _on_any_rank(steps[0], rank):
+        # Where one rank does not call the model, none may wait for another step of it.
+        if steps and _on_any_rank(steps[0] is not False, rank):
             break
-        moved = _moves(subject, rank, rows, data_parallel[0] == bad)
-        if moved is None:
-            break
-        steps.append(moved)
-    return StepNotFinite(data_parallel, tuple(steps))
+        steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
+    moved = tuple(step for step in steps if step is not None)
+    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else ())
 
 
 def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
-    """Return whether a step changes this rank's parameters; None if it does not call the model itself."""
+    """Return whether a step changes this rank's parameters; None if it calls no model that returns numbers."""
     doing("a step that is not finite")
     before, called = _digests(subject, rank), False
     optimizer = last_optimizer(subject, rank)
@@ -51,7 +51,7 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
 
     def spoil(module: Module, args: Any, output: Any) -> Any:
         nonlocal called
-        called = True
+        called |= any(tensor.is_floating_point() for _, tensor in tensors_in(output))
         return _with_nan(output) if spoiling else None
 
     hook = subject.model.register_forward_hook(spoil)
@@ -77,9 +77,11 @@ def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:
 
 
 def _with_nan(value: Any) -> Any:
-    """Return the value with NaN in all its floating tensors, in tuples, lists, mappings and dataclasses."""
+    """Return the value with NaN in all its floating tensors, which ``tensors_in`` finds."""
     if isinstance(value, Tensor):
         return value * float("nan") if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_with_nan, value))
     if type(value) in (tuple, list):
         return type(value)(map(_with_nan, value))
     spoiled: Any
