@@ -196,9 +196,9 @@ def test_only_generators_that_the_model_draws_from_are_judged():
 
 
 def test_a_loss_that_differs_because_a_module_draws_although_dropout_is_off():
-    evidence = on_runs(healthy(), None, losses=(3.0, 1.5, 1.25), draws=("layers.0.drop", "last"))
+    evidence = on_runs(healthy(), None, losses=(3.0, 1.5, 1.25), drawing=("layers.0.drop", "last"))
     [finding] = verdict("loss_parity", evidence).findings
     assert finding.cause.startswith("random numbers are drawn (in layers.0.drop and 1 more) although dropout is off")
-    later = on_runs(healthy(), None, losses=(2.0, 1.5, 1.0), draws=("layers.0.drop",))
+    later = on_runs(healthy(), None, losses=(2.0, 1.5, 1.0), drawing=("layers.0.drop",))
     [finding] = verdict("loss_parity", later).findings
     assert "random numbers" not in finding.cause

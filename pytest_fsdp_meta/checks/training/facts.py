@@ -222,7 +222,7 @@ class RankTraining:
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
     the parameters that they are named after."""
-    draws: tuple[str, ...] = ()
+    drawing: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although dropout was off."""
     buffers: TrainedBuffers = TrainedBuffers()
     memory: StepMemory = field(default=StepMemory(0))

@@ -201,7 +201,7 @@ def _starts_in_a_module(view: View) -> bool:
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
-    drawing = list(dict.fromkeys(name for run in runs for name in run.draws))
+    drawing = list(dict.fromkeys(name for run in runs for name in run.drawing))
     if not drawing:
         return {}
     return {

@@ -134,7 +134,7 @@ def observe_training(
         beside=averages,
         beside_alone=alone,
         followed=followed,
-        draws=seen.draws.modules,
+        drawing=seen.draws.modules,
         buffers=TrainedBuffers(
             seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
         ),
