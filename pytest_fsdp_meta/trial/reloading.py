@@ -155,7 +155,7 @@ class Reloading(TableRun):
         return self._unsavable() or self._save(self.loads.first_world, checkpoint.save_model, self._path("saved"))
 
     def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
-        """Observe a step in training mode, the last that the first load is needed for: the step changes the model."""
+        """Observe a step with dropout. It changes the model, so only a step that is not finite may follow on it."""
         if reason := self._not_trained():
             return reason
         if problem := describe_odd_model(self.inventory, self.subject):
@@ -175,7 +175,7 @@ class Reloading(TableRun):
         except WorldError as error:
             if error.failures[0].kind == "hung":
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
-            return Unavailable(f"a step in which the model returns NaN is not made: {error.summary}")
+            return Unavailable(f"the step in which the model returns NaN fails: {error.summary}")
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:

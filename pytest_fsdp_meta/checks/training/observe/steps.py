@@ -75,10 +75,9 @@ def train(
     beside: Beside | None = None,
     until_loss: bool = False,
 ) -> TrainingRun:
-    """Train the ``steps`` as ``comparable`` says, with a seed per step.
+    """Train the ``steps`` in ``comparable`` modes, with a seed per step.
 
-    Where the author has a step, the modes are theirs; a plain step is preceded by ``train()``, as a trainer does.
-
+    The author's step sets the modes itself, if it does; before plain steps, ``train()`` is called as a trainer does.
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
     trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
     the last step ends with its loss, unless it is the author's own.

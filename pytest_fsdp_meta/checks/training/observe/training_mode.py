@@ -32,7 +32,7 @@ DROPPING = ("dropout", "bernoulli", "attention")
 
 
 def observe_training_mode() -> RankTrainingMode:
-    """Run the step, the author's or a plain one; it changes the model, so no other observation may follow on it."""
+    """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards."""
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
     rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
