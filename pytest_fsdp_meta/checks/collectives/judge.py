@@ -198,7 +198,7 @@ def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollective
             if backwards > 1 and enough and count >= backwards * enough:
                 raise Noted(
                     f"a step of {backwards} micro-batches runs {counted(count, op)} of FSDP groups, where {enough} "
-                    f"would do: {how} before all but the last backward"
+                    f"would do: call {how} before all but the last backward"
                 )
 
 

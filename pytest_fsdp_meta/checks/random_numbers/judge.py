@@ -172,7 +172,7 @@ def _diverged_replicas(view: View, steps: Sequence[RankTrainingMode]) -> Iterato
 _OWN_NUMBERS: Explanation = {
     "cause": "the optimizer's step draws from each rank's own generator (stochastic rounding, noise), so the replicas "
     "of one weight get different numbers",
-    "remedy": "draw for a weight from a generator that its replicas seed alike, with another seed for each shard only",
+    "remedy": "draw for a weight from a generator that all its replicas seed alike, and only its shards differently",
 }
 _NOT_ALIKE: tuple[str, str, Explanation] = (
     "draws different random numbers for the same activation",

@@ -24,12 +24,12 @@ from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 
 @training_check(
-    promise="gradients accumulated over micro-batches equal those of the whole batch, also in a step with fewer, and "
-    "are reduced only with the last micro-batch",
+    promise="gradients accumulated over micro-batches equal those of their rows in one batch, also in a shorter step, "
+    "and are reduced only with the last micro-batch",
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
-    "step is lost.",
+    "step is lost. A shorter step that is divided as a full one trains too little on its rows.",
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
     remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
     references=["nvidia-cosmos/cosmos-framework#161", "huggingface/transformers#39659", "modelscope/ms-swift#10084"],
@@ -97,7 +97,7 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     found = [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
     changing = next(_changed_by_forward(view), None)
     if found and changing is not None:
-        raise NotJudged(f"every forward changes {changing}, so a step of another length changes it otherwise")
+        raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
     if found and view.failed:
         raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
     yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
@@ -153,8 +153,8 @@ def _wrong_sums(
 
 _SHORT = "in a step with half of the rows"
 _FULL_SIZE: Explanation = {
-    "cause": "the loss of a window with fewer micro-batches, as the last one of an epoch, is divided by the number of "
-    "a full one",
+    "cause": "the loss of a window with fewer micro-batches, such as the last one of an epoch, is divided by as many "
+    "as a full one has",
     "remedy": "divide by the micro-batches, or the tokens, that the window really has",
 }
 _NO_GRADIENT = "no gradient after the last micro-batch"
