@@ -310,6 +310,13 @@ def recomputation_draws_alike(view: View) -> Iterable[Finding]:
 
 
 def _other_numbers(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """Yield the draws of the backward that their module has not made in the forward."""
-    first = {(draw.module, draw.operator, draw.shape, draw.state) for draw in draws if not draw.again}
-    return (d for d in draws if d.again and (d.module, d.operator, d.shape, d.state) not in first)
+    """Yield the draws of the backward that repeat one of the forward with other numbers.
+
+    A draw of an operator on a shape that the forward lacks repeats nothing, such as noise on a gradient. Modules are
+    not compared: where a function is computed again, and not a module, none is running.
+    """
+    states: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    for draw in draws:
+        if not draw.again:
+            states.setdefault((draw.operator, draw.shape), set()).add(draw.state)
+    return (d for d in draws if d.again and d.state not in states.get((d.operator, d.shape), {d.state}))
