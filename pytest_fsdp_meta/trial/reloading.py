@@ -156,17 +156,13 @@ class Reloading(TableRun):
 
     def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
         """Observe a step with dropout. It changes the model, so only a step that is not finite may follow on it."""
-        if reason := self._not_trained():
-            return reason
-        if problem := describe_odd_model(self.inventory, self.subject):
-            return Unavailable(f"not trained: {problem}", kind="blocked")
-        return tuple(self.loads.run_first(training_mode.observe_training_mode))
+        return self._no_more_steps() or tuple(self.loads.run_first(training_mode.observe_training_mode))
 
     def _observe_not_finite(self) -> tuple[StepNotFinite, ...] | Unavailable:
         """Observe a step of the author's that is not finite, after which the first load is of no use."""
         if "train_step" not in self.subject.declared:
             return not_declared("train_step")
-        if reason := self._not_trained():
+        if reason := self._no_more_steps():
             return reason
         if not any(t.requires_grad for t in self.inventory[0].tensors):
             return Unavailable("nothing is trainable")
@@ -327,6 +323,13 @@ class Reloading(TableRun):
         """Return what has to be declared before anything is trained, or the error that training raised."""
         training = self.unavailable.get("training", NOT_WANTED)
         return no_training_declared(self.subject) or (training if training.error else None)
+
+    def _no_more_steps(self) -> Unavailable | None:
+        """Return why the first load cannot be trained once more."""
+        if reason := self._not_trained():
+            return reason
+        problem = describe_odd_model(self.inventory, self.subject)
+        return Unavailable(f"not trained: {problem}", kind="blocked") if problem else None
 
     def _ungatherable(self) -> Unavailable | None:
         return not_gathered_by_gloo(self.inventory) if self.loads.first.spec.backend == "gloo" else None
