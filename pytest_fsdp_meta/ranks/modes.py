@@ -36,7 +36,7 @@ BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @contextmanager
-def comparable(model: Module) -> Iterator[None]:
+def comparable_modes(model: Module) -> Iterator[None]:
     """Compute what ranks and reference have in common: reproducibly, in the author's modes, without dropout."""
     rank = current()
     with reproducible(rank.device), (evaluating if IN_EVALUATION in rank.state else without_dropout)(model):

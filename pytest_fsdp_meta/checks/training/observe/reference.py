@@ -53,7 +53,7 @@ from pytest_fsdp_meta.ranks.assembly import put_together
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, batch_norms, comparable
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, batch_norms, comparable_modes
 from pytest_fsdp_meta.ranks.optimizers import (
     Rebuilding,
     hooks_left_out,
@@ -180,7 +180,7 @@ def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
     losses, drawing = set[float](), dict[str, None]()
     for seed in (SEED, SEED + 1):
         restore(subject.model, values)
-        with comparable(subject.model), watching_draws(subject.model, device) as watch, torch.no_grad():
+        with comparable_modes(subject.model), watching_draws(subject.model, device) as watch, torch.no_grad():
             torch.manual_seed(seed)
             losses.add(scalar(loss_of(subject, rows)))
         drawing |= dict.fromkeys(draw.module or "the model itself" for draw in watch.draws)

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside,
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
-from pytest_fsdp_meta.ranks.modes import comparable
+from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -75,7 +75,7 @@ def train(
     beside: Beside | None = None,
     until_loss: bool = False,
 ) -> TrainingRun:
-    """Train the ``steps`` in ``comparable`` modes, with a seed per step.
+    """Train the ``steps`` in ``comparable_modes``, with a seed per step.
 
     The author's step sets the modes itself, if it does; before plain steps, ``train()`` is called as a trainer does.
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
@@ -88,7 +88,7 @@ def train(
     drop_gradients(model)  # a loader may have run a warm-up backward
     if step_of is _plain_step:
         model.train()
-    with comparable(model):
+    with comparable_modes(model):
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")
             batch = global_batch(subject, step)
