@@ -43,7 +43,7 @@ def observe_not_finite() -> StepNotFinite:
 
 
 def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
-    """Return whether a step changes this rank's parameters; None if it calls no model that returns numbers."""
+    """Return whether a step changes this rank's parameters; None if it calls no model, or that returns no numbers."""
     doing("a step that is not finite")
     before, called = _digests(subject, rank), False
     optimizer = last_optimizer(subject, rank)
