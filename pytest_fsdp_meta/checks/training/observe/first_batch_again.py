@@ -30,7 +30,7 @@ from pytest_fsdp_meta.evidence import Accumulation, Comparison
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import rows_of_step
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.text import first_line
@@ -138,7 +138,7 @@ class FirstBatchAgain:
         return seen.gradients if seen.scaled else ()
 
     def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
-        rows = own_rows(global_batch(self.subject, 0), 0, self.data_parallel, self.rank.device)
+        rows = rows_of_step(self.subject, 0, self.data_parallel, self.rank.device)
         memory = memory_of(self.subject, rows)
         self._use_gradients(optimizer, memory.kept is not None)
         return memory

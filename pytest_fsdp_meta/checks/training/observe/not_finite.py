@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.training.facts import StepNotFinite
 from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, rows_of_step
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
@@ -31,7 +31,7 @@ def observe_not_finite() -> StepNotFinite:
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    rows = rows_of_step(subject, 0, data_parallel, rank.device)
     steps: list[bool | None] = []
     for bad in dict.fromkeys((0, data_parallel[1] - 1)):
         # Where one rank does not call the model, none may wait for another step of it.

@@ -39,7 +39,7 @@ from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_since
 from pytest_fsdp_meta.evidence import ReferenceFacts
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, take_inventory
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, batch_norms, comparable_modes
@@ -94,7 +94,7 @@ def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
     Layers that are skipped with probability zero draw numbers that change nothing.
     """
     subject, device = declared_subject(current().state["reference"], recipe), current().device
-    rows = own_rows(global_batch(subject, 0), 0, (0, 1), device)
+    rows = rows_of_step(subject, 0, (0, 1), device)
     losses, drawing = set[float](), dict[str, None]()
     for seed in (SEED, SEED + 1):
         restore(subject.model, values)

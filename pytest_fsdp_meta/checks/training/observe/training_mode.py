@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, rows_of_step
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout
@@ -35,7 +35,7 @@ def observe_training_mode() -> RankTrainingMode:
     """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards."""
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    rows = rows_of_step(subject, 0, data_parallel, rank.device)
     drop_gradients(subject.model)
     if subject.train_step is None:
         subject.model.train()
