@@ -27,7 +27,7 @@ from pytest_fsdp_meta.checks.tracing.observe.comparison import TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.step import trace_rank, trace_reference
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, loss_of, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, rows_of_step
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import ForkServerEngine, Rank, Sources, World, WorldSpec, current
@@ -61,7 +61,7 @@ def reference_step() -> tuple[float, int]:
 
 
 def _step(subject: Subject, slice_: tuple[int, int]) -> tuple[float, int]:
-    rows = own_rows(global_batch(subject, 0), 0, slice_, current().device)
+    rows = rows_of_step(subject, 0, slice_, current().device)
     subject.model.eval()
 
     def run() -> None:

@@ -166,7 +166,7 @@ class ReferenceFacts:
     """The seed that building it has left in torch's generator."""
     evaluated: str = ""
     """Why it was trained in ``eval()`` to be compared with the ranks, or empty."""
-    by_batch: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
     """The modules that stay in ``eval()``, because in ``train()`` they normalise by statistics of a rank's own rows."""
 
     @property

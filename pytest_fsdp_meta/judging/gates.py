@@ -116,8 +116,9 @@ def unless_explained(
 ) -> Sequence[Finding]:
     """Return what a parity check has ``found``, or raise if something else explains it.
 
-    If it found nothing, raise if that proves nothing: there are no gradients, or nobody knows whether the differences
-    of what it ``compared`` are noise. ``what`` says what differs, such as "the gradients differ".
+    If it found nothing, raise if that proves too little: there are no gradients, nobody knows whether the differences
+    of what it ``compared`` are noise, or the model was compared in ``eval()``. ``what`` says what differs, such as "the
+    gradients differ".
     """
     if found:
         require_same_forward(view, runs)

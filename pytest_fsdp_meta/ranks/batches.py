@@ -215,6 +215,11 @@ def own_rows(
     return {key: _own_rows(key, value, step, data_parallel, device) for key, value in batch.items()}
 
 
+def rows_of_step(subject: Subject, step: int, data_parallel: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Return the slice ``(index, size)`` of the batch of a step, on ``device``."""
+    return own_rows(global_batch(subject, step), step, data_parallel, device)
+
+
 def indivisible(batch: Mapping[str, Any], size: int) -> str:
     """Return which entry does not split into ``size`` equal slices; empty where every entry does."""
     for key, value in batch.items():

@@ -49,7 +49,7 @@ def set_states(states: States, device: torch.device) -> None:
 
 
 def changed_generators(before: States, after: States) -> list[str]:
-    """Return the device types whose generators have another state."""
+    """Return the generators, by device type, that have another state after than before."""
     return [kind for kind, state in before.items() if not torch.equal(state, after[kind])]
 
 

@@ -1,7 +1,7 @@
 """Train in the author's modes, and yet so that N ranks and one device can be compared: dropout has probability zero.
 
 Everything else that hangs on ``Module.training`` runs as in training: routers that count, auxiliary losses,
-checkpointing that is switched on only there. Functions are patched, not watched: a TorchFunctionMode is off while
+checkpointing that is switched on only there. Functions are patched, because a TorchFunctionMode would be off while a
 backward runs, where checkpointing computes again.
 """
 
@@ -20,23 +20,23 @@ from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.worlds import current
 
 IN_EVALUATION = "in evaluation"
-"""The key, in a rank's state, that is there where ranks and reference have to be compared in ``eval()``."""
+"""A key of a rank's state, present where ranks and reference have to be compared in ``eval()``."""
 
 _BY_NAME = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
 _BUILT_IN = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
-DROPOUTS = (
+DROPOUT_FUNCTIONS = (
     *((functional, name) for name in _BY_NAME),
     *((torch, f"{name}{in_place}") for name in _BUILT_IN for in_place in ("", "_")),
     (torch, "native_dropout"),
 )
-"""Functions whose second parameter, ``p``, is the probability to drop an element."""
+"""(module, name) of functions whose second parameter, ``p``, is the probability to drop an element."""
 SKIPPING = "layerdrop", "encoder_layerdrop", "decoder_layerdrop"
 """Attributes of modules, or of their ``config``: the probability to skip a whole layer in training."""
-BY_BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @contextmanager
-def comparable(model: Module) -> Iterator[None]:
+def comparable_modes(model: Module) -> Iterator[None]:
     """Compute what ranks and reference have in common: reproducibly, in the author's modes, without dropout."""
     rank = current()
     with reproducible(rank.device), (evaluating if IN_EVALUATION in rank.state else without_dropout)(model):
@@ -45,18 +45,21 @@ def comparable(model: Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Put the model into ``eval()``, and give ``train()`` of any module no effect."""
-    model.eval()
+    """Put the model into ``eval()``, and give ``train()`` of any module no effect; restore all modes at the end."""
     with ExitStack() as stack:
+        # What trains on from here, as after a checkpoint, is in the author's modes again.
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         _patch(stack, Module, "train", lambda module, mode=True: module)
         yield
 
 
 @contextmanager
 def without_dropout(model: Module) -> Iterator[None]:
-    """Give every dropout probability zero, whatever the mode, and keep normalisations ``by_batch`` in ``eval()``."""
+    """Give every dropout probability zero, whatever the mode, and keep ``batch_norms`` in ``eval()``."""
     with ExitStack() as stack:
-        for holder, name in DROPOUTS:
+        for holder, name in DROPOUT_FUNCTIONS:
             _patch(stack, holder, name, _never_dropping(getattr(holder, name)))
         attention = functional.scaled_dot_product_attention
         _patch(stack, functional, "scaled_dot_product_attention", _attending_to_all(attention))
@@ -67,7 +70,7 @@ def without_dropout(model: Module) -> Iterator[None]:
                 for name in SKIPPING:
                     if isinstance(getattr(holder, name, None), float):
                         _patch(stack, holder, name, 0.0)
-        for module in by_batch(model).values():
+        for module in batch_norms(model).values():
             stack.enter_context(_in_evaluation(module))
         yield
 
@@ -76,15 +79,15 @@ def without_dropout(model: Module) -> Iterator[None]:
 def with_dropout(model: Module, device: torch.device) -> Iterator[None]:
     """Change nothing, but for SyncBatchNorm on the CPU, where it refuses to train: it stays in ``eval()``."""
     with ExitStack() as stack:
-        for module in by_batch(model).values():
+        for module in batch_norms(model).values():
             if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
                 stack.enter_context(_in_evaluation(module))
         yield
 
 
-def by_batch(model: Module) -> dict[str, Module]:
+def batch_norms(model: Module) -> dict[str, Module]:
     """Return the modules that normalise by statistics of the rows in training, and by kept ones in ``eval()``."""
-    kept = ((name, module) for name, module in model.named_modules() if isinstance(module, BY_BATCH))
+    kept = ((name, module) for name, module in model.named_modules() if isinstance(module, BATCH_NORMS))
     return {name: module for name, module in kept if getattr(module, "running_mean", None) is not None}
 
 

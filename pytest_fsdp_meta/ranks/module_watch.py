@@ -32,7 +32,7 @@ from pytest_fsdp_meta.checks.tracing.facts import (
 )
 from pytest_fsdp_meta.evidence import splits_model
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
-from pytest_fsdp_meta.ranks.generators import States, read_states
+from pytest_fsdp_meta.ranks.generators import States, changed_generators, read_states
 from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.torch_private import is_in_backward, is_written_view, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -151,7 +151,7 @@ class ModuleWatch:
 
     def _note_draws(self) -> None:
         before, self._states = self._states, read_states(self._device)
-        if self._running and any(not torch.equal(state, self._states[kind]) for kind, state in before.items()):
+        if self._running and changed_generators(before, self._states):
             self.draws[self._running[-1]] = None
 
     def _note(self, seen: Seen, tensor: Tensor) -> Tensor | None:

@@ -165,16 +165,16 @@ class ObservationRun(TableRun):
         if self.seen.reference is None or not self.seen.reference.complete:
             return tuple(run_on(self.world, observe_training, self.steps))
         adopted, alone = self._adopt_values(self.seen.reference), self.reference_world
-        train, data_parallel_size = on_ranks.reference.train_reference, self.loaded[0].data_parallel[1]
+        train, data_parallel_size = on_ranks.reference_training.train_reference, self.loaded[0].data_parallel[1]
         compiled = any(rank.compiled for rank in self.inventory)
-        special = compiled, "train_step" in self.subject.declared
-        reference = run_on(alone, train, self._recipe, self.steps, folder, data_parallel_size, adopted, *special)[0]
+        given = self._recipe, self.steps, folder, data_parallel_size, adopted
+        reference = run_on(alone, train, *given, compiled, short="train_step" in self.subject.declared)[0]
         self.see(reference=reference)
         known = (reference.noise, reference.norm, reference.own_clipping, bool(reference.evaluated))
         runs = tuple(run_on(self.world, observe_training, self.steps, folder, *known))
         if not departs(runs, reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):
             return runs
-        train_again = on_ranks.reference.train_reference_again
+        train_again = on_ranks.reference_training.train_reference_again
         losses = run_on(alone, train_again, self._recipe, self.steps, folder)[0]
         reference = replace(reference, losses_again=losses)
         self.see(reference=reference)

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.simulation.observe import load as simulation
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
-    from pytest_fsdp_meta.checks.training.observe import noise, not_finite, reference, training, training_mode
+    from pytest_fsdp_meta.checks.training.observe import (
+        noise,
+        not_finite,
+        reference,
+        reference_training,
+        training,
+        training_mode,
+    )
     from pytest_fsdp_meta.checks.values import observe as values
 else:
 
@@ -56,6 +63,7 @@ else:
     noise = ObserverModule("training.observe.noise")
     not_finite = ObserverModule("training.observe.not_finite")
     reference = ObserverModule("training.observe.reference")
+    reference_training = ObserverModule("training.observe.reference_training")
     saved_state = ObserverModule("checkpoint.observe.saved_state")
     simulated_step = ObserverModule("simulation.observe.step")
     simulation = ObserverModule("simulation.observe.load")
@@ -76,6 +84,7 @@ __all__ = [
     "noise",
     "not_finite",
     "reference",
+    "reference_training",
     "run_on",
     "saved_state",
     "simulated_step",

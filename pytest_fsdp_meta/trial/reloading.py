@@ -155,18 +155,14 @@ class Reloading(TableRun):
         return self._unsavable() or self._save(self.loads.first_world, checkpoint.save_model, self._path("saved"))
 
     def _observe_training_mode(self) -> tuple[RankTrainingMode, ...] | Unavailable:
-        """Observe a step in training mode, the last that the first load is needed for: the step changes the model."""
-        if reason := self._not_trained():
-            return reason
-        if problem := describe_odd_model(self.inventory, self.subject):
-            return Unavailable(f"not trained: {problem}", kind="blocked")
-        return tuple(self.loads.run_first(training_mode.observe_training_mode))
+        """Observe a step with dropout. It changes the model, so only a step that is not finite may follow on it."""
+        return self._no_more_steps() or tuple(self.loads.run_first(training_mode.observe_training_mode))
 
     def _observe_not_finite(self) -> tuple[StepNotFinite, ...] | Unavailable:
         """Observe a step of the author's that is not finite, after which the first load is of no use."""
         if "train_step" not in self.subject.declared:
             return not_declared("train_step")
-        if reason := self._not_trained():
+        if reason := self._no_more_steps():
             return reason
         if not any(t.requires_grad for t in self.inventory[0].tensors):
             return Unavailable("nothing is trainable")
@@ -175,7 +171,7 @@ class Reloading(TableRun):
         except WorldError as error:
             if error.failures[0].kind == "hung":
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
-            return Unavailable(f"a step in which the model returns NaN is not made: {error.summary}")
+            return Unavailable(f"the step in which the model returns NaN fails: {error.summary}")
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
@@ -327,6 +323,13 @@ class Reloading(TableRun):
         """Return what has to be declared before anything is trained, or the error that training raised."""
         training = self.unavailable.get("training", NOT_WANTED)
         return no_training_declared(self.subject) or (training if training.error else None)
+
+    def _no_more_steps(self) -> Unavailable | None:
+        """Return why the first load cannot be trained once more."""
+        if reason := self._not_trained():
+            return reason
+        problem = describe_odd_model(self.inventory, self.subject)
+        return Unavailable(f"not trained: {problem}", kind="blocked") if problem else None
 
     def _ungatherable(self) -> Unavailable | None:
         return not_gathered_by_gloo(self.inventory) if self.loads.first.spec.backend == "gloo" else None

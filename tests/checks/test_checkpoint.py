@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_fsdp_meta.catalogue import Selection, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Export
 from tests.checks.evidence_factory import (
@@ -234,8 +235,7 @@ def test_a_part_of_several_blocks_that_is_saved_as_one():
     assert finding.cause.startswith("shards are saved by rank")
 
 
-def refused(evidence: Evidence) -> Evidence:
-    error = "RuntimeError in Subject(resume=...): another size"
+def refused(evidence: Evidence, error: str = "RuntimeError in Subject(resume=...): another size") -> Evidence:
     return replace(evidence, resharded=replace(evidence.resharded, comparisons=(), refused=error, ranks=(0,)))
 
 
@@ -246,6 +246,13 @@ def test_a_world_of_another_size_cannot_load_the_checkpoint():
     assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
     # Parameters that differ from the reference do not explain an error.
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
+
+
+def test_a_parameter_that_is_frozen_here_only_is_left_to_the_check_that_reports_it():
+    evidence = refused(change(healthy(), MIDDLE, requires_grad=False), f"KeyError: 'state of {MIDDLE!r}'")
+    found = verdict(RESHARDS, evidence)
+    assert found.reason.endswith(f"{MIDDLE} is frozen in this world, as requires_grad_matches_reference reports")
+    assert judge(CATALOGUE[RESHARDS], evidence, CATALOGUE, Selection(frozenset({RESHARDS}))).status == "failed"
 
 
 def over(evidence: Evidence, **facts: Any) -> Evidence:

@@ -181,8 +181,12 @@ REDUCE = collective("all_reduce", by_fsdp=True)
 @pytest.mark.parametrize(
     ("ops", "replicates", "what"),
     [
-        ([SCATTER] * 4, False, "4 reduce_scatters of FSDP groups, where 2 would do: set_requires_gradient_sync(False)"),
-        ([SCATTER] * 2 + [REDUCE] * 4, True, "4 all_reduces of FSDP groups, where 2 would do: set_requires_all_reduce"),
+        ([SCATTER] * 4, False, "4 reduce_scatters of FSDP groups, where 2 would do: call set_requires_gradient_sync"),
+        (
+            [SCATTER] * 2 + [REDUCE] * 4,
+            True,
+            "4 all_reduces of FSDP groups, where 2 would do: call set_requires_all_reduce",
+        ),
         ([SCATTER] * 2, False, ""),
         ([SCATTER] * 4 + [REDUCE] * 2, True, "4 reduce_scatters of FSDP groups"),
     ],

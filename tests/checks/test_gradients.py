@@ -500,6 +500,35 @@ def test_a_reference_whose_training_diverges(reference):
     )
 
 
+def short_step(gradients, **facts) -> Evidence:
+    """Return a healthy training by a step of the author's, with these gradients of a step with half of the rows."""
+    stepping = declare(healthy(), declared=healthy().subject.declared | {"train_step"})
+    return on_runs(stepping, None, backwards=(2, 2), short=Accumulation(gradients), **facts)
+
+
+def test_a_short_step_that_divides_by_the_size_of_a_full_one():
+    found = verdict(ACCUMULATION, short_step(remeasured(healthy(), MIDDLE, 0.5).training[0].gradients))
+    assert [(f.tensor, f.actual) for f in found.findings] == [
+        (MIDDLE, "gradient 1/2 times as large in a step with half of the rows")
+    ]
+
+
+def test_a_short_step_of_an_optimizer_that_already_has_state_is_not_compared():
+    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
+    differing = short_step(remeasured(healthy(), MIDDLE, apart=2.0).training[0].gradients, optimizer=optimizer)
+    found = verdict(ACCUMULATION, differing)
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert "the loader's optimizer already has state (of 1 parameter" in found.reason
+
+
+def test_a_short_step_after_a_training_that_diverges_is_not_compared():
+    measure = Measure(actual=1.0, truth=math.inf, apart=math.inf, dot=math.inf, elements=4)
+    gradients = tuple(replace(c, measure=measure) for c in healthy().training[0].accumulation.gradients)
+    found = verdict(ACCUMULATION, short_step(gradients))
+    assert found.status == "skipped"
+    assert "its training diverges" in found.reason
+
+
 def test_a_forward_that_changes_a_buffer_is_not_compared():
     seen = remeasured(healthy(), MIDDLE, 2.0).training[0].gradients
     after = healthy().reference.after

@@ -21,7 +21,7 @@ from tests.checks.evidence_factory import (
     with_reference,
 )
 
-FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
+FOLLOW, RESUME, AGAIN = "random_numbers_follow_the_mesh", "random_numbers_resume", "recomputation_draws_alike"
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 MIXED = {"dp_shard": 2, "tp": 2}
 ONE_SEED = {"state": "seeded with 42", "seed": 42}
@@ -196,9 +196,29 @@ def test_only_generators_that_the_model_draws_from_are_judged():
 
 
 def test_a_loss_that_differs_because_a_module_draws_although_dropout_is_off():
-    evidence = on_runs(healthy(), None, losses=(3.0, 1.5, 1.25), draws=("layers.0.drop", "last"))
+    evidence = on_runs(healthy(), None, losses=(3.0, 1.5, 1.25), drawing=("layers.0.drop", "last"))
     [finding] = verdict("loss_parity", evidence).findings
     assert finding.cause.startswith("random numbers are drawn (in layers.0.drop and 1 more) although dropout is off")
-    later = on_runs(healthy(), None, losses=(2.0, 1.5, 1.0), draws=("layers.0.drop",))
+    later = on_runs(healthy(), None, losses=(2.0, 1.5, 1.0), drawing=("layers.0.drop",))
     [finding] = verdict("loss_parity", later).findings
     assert "random numbers" not in finding.cause
+
+
+def in_backward(**facts) -> Evidence:
+    """Change the draw of each rank's backward."""
+    evidence = healthy()
+    steps = (
+        replace(step, draws=tuple(replace(draw, **facts) if draw.again else draw for draw in step.draws))
+        for step in evidence.training_mode or ()
+    )
+    return replace(evidence, training_mode=tuple(steps))
+
+
+def test_a_backward_that_computes_again_draws_what_the_forward_drew():
+    [finding] = verdict(AGAIN, in_backward(state="another")).findings
+    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1))
+    # A function is computed again outside of its module.
+    assert verdict(AGAIN, in_backward(module="")).status == "passed"
+    # Noise on a gradient repeats nothing.
+    assert verdict(AGAIN, in_backward(module="", operator="rand_like", state="another")).status == "passed"
+    assert verdict(AGAIN, in_backward(module="", shape=(8, 4), state="another")).status == "passed"

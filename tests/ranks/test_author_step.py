@@ -11,13 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
 
 
 def backwards_of(train_step: Any) -> int:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = Subject(model, train_step=train_step)
-    _, count = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {})
+    _, count = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside())
     return count
 
 
@@ -64,7 +65,9 @@ def test_gradients_can_be_scaled(step):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         subject = Subject(model, train_step=step)
-        run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {}, gradient_scale=scale)
+        run_author_step(
+            subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside(), gradient_scale=scale
+        )
         assert model.weight.grad is not None
         return model.weight.grad
 
@@ -81,5 +84,5 @@ def test_gradients_that_are_given_to_a_backward_are_scaled():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     subject = Subject(model, train_step=step)
-    run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, {}, gradient_scale=0.5)
+    run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside(), gradient_scale=0.5)
     assert model.bias.grad.tolist() == [3.0, 3.0]

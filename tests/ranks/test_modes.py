@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytest_fsdp_meta.ranks.modes import by_batch, evaluating, with_dropout, without_dropout
+from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout, without_dropout
 
 CPU = torch.device("cpu")
 X = torch.arange(1.0, 49.0).view(2, 3, 8)
@@ -107,7 +107,7 @@ def test_statistics_of_the_rows_stay_as_they_are():
         model.train()  # as a step of the author's does
         model(X)
         assert model[0].training
-    assert list(by_batch(model)) == ["0"]
+    assert list(batch_norms(model)) == ["0"]
     assert int(model[0].num_batches_tracked) == 0
     model(X)
     assert int(model[0].num_batches_tracked) == 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.adapters.zero3 import MASTER
@@ -192,7 +193,7 @@ def look_during(step: Any) -> tuple[Model, list[dict[str, list[float]]]]:
     def look() -> None:
         seen.append({name: part.local.tolist() for name, part in gradients_of(model)})
 
-    run_author_step(subject, unwrapped_optimizer(zero), {}, 0, look, {})
+    run_author_step(subject, unwrapped_optimizer(zero), {}, 0, look, Beside())
     return model, seen
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -357,3 +357,37 @@ def test_a_rank_that_waits_for_a_micro_batch_of_another_is_a_hang():
     assert "rank 0 waits in all_gather number 5 " in found.detail
     assert "rank 1 waits in all_reduce number 5 " in found.detail
     assert "mismatch: collective number 5 differs between these ranks" in found.detail
+
+
+class Outputs(NamedTuple):
+    hidden: Tensor
+
+
+class Named(nn.Linear):
+    def forward(self, input: Tensor) -> Outputs:
+        return Outputs(super().forward(input))
+
+
+def skipping_alone(calls_the_model: Callable[[], bool]) -> Callable[[Rank], Subject]:
+    """Return a loader whose ranks decide alone whether they skip a step, without a collective in the model."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        call = model if calls_the_model() else model.forward
+        found = call(batch["input"]).hidden.square().mean()
+        found.backward()
+        if found.isfinite():
+            optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return lambda fsdp: Subject(Named(4, 2), batch=batch, optimizer=adam, train_step=step)
+
+
+def test_a_model_that_returns_a_named_tuple_can_return_nan():
+    evidence = observe(skipping_alone(lambda: True), wanted=["not_finite"])
+    assert [rank.moved for rank in evidence.not_finite or ()] == [(False,), (True,)]
+
+
+def test_no_rank_waits_for_one_that_does_not_call_the_model():
+    evidence = observe(skipping_alone(lambda: dist.get_rank() == 0), wanted=["not_finite"], timeout=20)
+    assert [rank.moved for rank in evidence.not_finite or ()] == [(False,), ()]

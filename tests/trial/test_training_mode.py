@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial_help import judge_all, observe
@@ -147,3 +148,42 @@ def test_states_at_a_checkpoint_are_observed_if_the_author_saves():
     assert [state.seed for state in states] == [100, 101]
     [finding] = judged(saved, RESUME).findings
     assert finding.actual.endswith("is not restored: resume() does not change it")
+
+
+class Noise(nn.Module):
+    """Noise that no dropout makes, so that the training is compared in ``eval()``."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.empty_like(hidden).uniform_(0.5, 1.5) if self.training else hidden
+
+
+def build_noisy() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 2))
+
+
+def load_noisy(fsdp: Rank) -> Subject:
+    def step(model: Any, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    model = fully_shard(build_noisy(), mesh=fsdp.mesh)
+    return Subject(model, reference=build_noisy, batch=batch, loss=loss, train_step=step)
+
+
+def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were():
+    evidence = observe(load_noisy, ["loss_parity", "resume_parity"])
+    assert "compared in eval()" in judged(evidence, "loss_parity").reason
+    assert judged(evidence, "resume_parity").status == "passed"
+
+
+def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():
+    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)).eval()
+    model = nn.Sequential(nn.Linear(2, 2), part, nn.BatchNorm1d(2).eval())
+    modes = ModeWatch(model)
+    with modes.watching():
+        model(torch.ones(3, 2)).sum().backward()
+    assert modes.evaluating() == ("1",)

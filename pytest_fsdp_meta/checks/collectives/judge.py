@@ -186,19 +186,19 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
 
 def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollectives]) -> None:
     """Raise Noted if a step reduces every micro-batch: that saves the memory of whole gradients, and may be meant."""
-    spared = (
+    switches = (
         ("all_reduce", _replica_reductions, "set_requires_all_reduce(False)"),
         ("reduce_scatter", _reductions, "set_requires_gradient_sync(False), which keeps whole gradients in memory,"),
     )
     for own, run in zip(ranks, view.evidence.training or (), strict=False):
         backwards = max(run.backwards, default=0)
-        for op, needed, how in spared:
-            count = sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
-            enough = sum(min(1, needed(group)) for group in own.groups or ())
+        for op, needed, how in switches:
+            count = _count_by_fsdp(op, own)
+            enough = sum(1 for group in own.groups or () if needed(group))
             if backwards > 1 and enough and count >= backwards * enough:
                 raise Noted(
                     f"a step of {backwards} micro-batches runs {counted(count, op)} of FSDP groups, where {enough} "
-                    f"would do: {how} before all but the last backward"
+                    f"would do: call {how} before all but the last backward"
                 )
 
 
@@ -237,12 +237,16 @@ def _unattributed(op: str, own: RankCollectives) -> bool:
 
 
 def _excess(op: str, own: RankCollectives, budget: int) -> tuple[str, str] | None:
-    count = sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
+    count = _count_by_fsdp(op, own)
     groups = len(own.groups or ())
     if count <= budget:
         return None
     actual = f"{counted(count, op)} of FSDP groups in one training step"
     return actual, f"at most {budget} for {counted(groups, 'group')}"
+
+
+def _count_by_fsdp(op: str, own: RankCollectives) -> int:
+    return sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
 
 
 def _communicated(

@@ -115,11 +115,14 @@ def _is_function(data: object) -> bool:
 
 
 def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None) -> Any:
-    """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared."""
+    """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared.
+
+    Where the author seeds nothing, a load that resumes has other random numbers, as a job that starts again has.
+    """
     if subject.data is not None:
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
         if resumed_from is not None and torch.initial_seed() == SEED:
-            torch.manual_seed(SEED + 1)  # a restarted job that nobody seeds draws another order
+            torch.manual_seed(SEED + 1)
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)

@@ -61,7 +61,7 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     unlike = [p for p in together if not _same_numbers(p)]
     yield from _findings(unlike, *_NOT_ALIKE)
     if not unlike:
-        yield from _parted(view, steps)
+        yield from _diverged_replicas(view, steps)
     yield from _findings([p for p in alike if p.ranks not in of_one_slice], *_SAME_ON_OTHER_ROWS, explanation)
     yield from _findings([p for p in alike if p.ranks in of_one_slice], *_SAME_ON_OTHER_TOKENS)
     if len(judged) < len(apart):
@@ -155,12 +155,15 @@ def _mesh_ignored(pair: _Pair) -> bool:
     return any(draw.by_dtensor and draw.generator == "cpu" for draw in pair.draws)
 
 
-def _parted(view: View, steps: Sequence[RankTrainingMode]) -> Iterator[Finding]:
-    """Yield what is replicated and no longer equal after the step, which starts from each rank's own random state."""
+def _diverged_replicas(view: View, steps: Sequence[RankTrainingMode]) -> Iterator[Finding]:
+    """Yield parameters whose replicas differ after the step, which starts from each rank's own random state.
+
+    Other numbers in the forward, where one is computed together, explain that too: they are reported instead.
+    """
     after = [{} if step.after is None else step.after.by_name for step in steps]
     for name, tensors in view.tensors("parameter", only=set().union(*after)):
-        held = ranks_by((rank, tensor.regions) for rank, tensor in tensors if tensor.numel and name in after[rank])
-        apart = [r for ranks in held.values() if len({after[r][name].digest for r in ranks}) > 1 for r in ranks]
+        replicas = ranks_by((rank, tensor.regions) for rank, tensor in tensors if tensor.numel and name in after[rank])
+        apart = [r for ranks in replicas.values() if len({after[r][name].digest for r in ranks}) > 1 for r in ranks]
         if apart:
             actual = "replicas differ after a step from the random state that the loader left"
             yield Finding(name, tuple(sorted(apart)), actual, "bit-identical", **_OWN_NUMBERS)
@@ -169,7 +172,7 @@ def _parted(view: View, steps: Sequence[RankTrainingMode]) -> Iterator[Finding]:
 _OWN_NUMBERS: Explanation = {
     "cause": "the optimizer's step draws from each rank's own generator (stochastic rounding, noise), so the replicas "
     "of one weight get different numbers",
-    "remedy": "draw for a weight from a generator that its replicas seed alike, with another seed for each shard only",
+    "remedy": "draw for a weight from a generator that all its replicas seed alike, and only its shards differently",
 }
 _NOT_ALIKE: tuple[str, str, Explanation] = (
     "draws different random numbers for the same activation",
@@ -307,6 +310,13 @@ def recomputation_draws_alike(view: View) -> Iterable[Finding]:
 
 
 def _other_numbers(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """Yield the draws of the backward that their module has not made in the forward."""
-    first = {(draw.module, draw.operator, draw.shape, draw.state) for draw in draws if not draw.again}
-    return (d for d in draws if d.again and (d.module, d.operator, d.shape, d.state) not in first)
+    """Yield the draws of the backward that repeat one of the forward with other numbers.
+
+    A draw of an operator on a shape that the forward lacks repeats nothing, such as noise on a gradient. Modules are
+    not compared: where a function is computed again, and not a module, none is running.
+    """
+    states: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    for draw in draws:
+        if not draw.again:
+            states.setdefault((draw.operator, draw.shape), set()).add(draw.state)
+    return (d for d in draws if d.again and d.state not in states.get((d.operator, d.shape), {d.state}))

@@ -222,7 +222,7 @@ class RankTraining:
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
     the parameters that they are named after."""
-    draws: tuple[str, ...] = ()
+    drawing: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although dropout was off."""
     buffers: TrainedBuffers = TrainedBuffers()
     memory: StepMemory = field(default=StepMemory(0))
@@ -271,6 +271,7 @@ class StepNotFinite:
     """(index, size) of this rank's slice of the batch."""
     moved: tuple[bool, ...] = ()
     """Whether the step changed any trainable parameter of this rank: one with NaN in the first slice and, if it changed
-    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself."""
+    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself, or if the
+    model returns no floating tensors."""
     waiting: str = ""
     """How the step did not end on some ranks, or empty."""

@@ -299,7 +299,12 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
 
 
 def _frozen_in_this_world(view: View, refused: str) -> str:
-    """Return the parameter without optimizer state here that a refusal names, if the reference trains it, else ""."""
+    """Return the parameter that a refusal names because it has no optimizer state here, if another check reports that.
+
+    It is frozen in this world, and trained in the reference.
+    """
+    if "requires_grad_matches_reference" not in view.selection:
+        return ""
     trained = {t.name for t in view.reference_inventory.tensors if t.requires_grad}
     frozen = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.requires_grad}
     return next((name for name in sorted(trained & frozen) if f"'{name}'" in refused), "")

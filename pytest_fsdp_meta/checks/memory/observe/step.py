@@ -22,7 +22,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import loss_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors
-from pytest_fsdp_meta.ranks.modes import comparable
+from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.torch_private import base_of, fsdp_groups, is_compiled
@@ -63,7 +63,7 @@ def memory_of(subject: Subject, rows: dict[str, Any]) -> StepMemory:
     """Observe a forward of these rows and its backward, which leaves its gradients."""
 
     def step(watching: AbstractContextManager[None]) -> None:
-        with comparable(subject.model), watching:
+        with comparable_modes(subject.model), watching:
             loss_of(subject, rows).backward()
 
     return observe_step_memory(subject, step)[1]

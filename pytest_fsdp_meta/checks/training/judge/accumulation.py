@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, RankTraining
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import by_label
 from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -24,12 +24,12 @@ from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 
 @training_check(
-    promise="gradients accumulated over micro-batches equal those of the whole batch, also in a step with fewer, and "
-    "are reduced only with the last micro-batch",
+    promise="gradients accumulated over micro-batches equal those of their rows in one batch, also in a shorter step, "
+    "and are reduced only with the last micro-batch",
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
-    "step is lost.",
+    "step is lost. A shorter step that is divided as a full one trains too little on its rows.",
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
     remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
     references=["nvidia-cosmos/cosmos-framework#161", "huggingface/transformers#39659", "modelscope/ms-swift#10084"],
@@ -40,13 +40,8 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
     if "train_step" in view.evidence.subject.declared:
         yield from _wrong_short_step(view, runs)
         return
-    recorded = [run.accumulation for run in runs if run.accumulation is not None]
-    if not recorded or len(recorded) < len(runs):
-        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
-    if refused := next((one.refused for one in recorded if one.refused), ""):
-        raise NotJudged(f"a hook of the optimizer's step raises when it is called once more: {refused}")
-    if problem := next((one.problem for one in recorded if one.problem), ""):
-        raise NotJudged(f"batch(0): {problem}; give it more rows")
+    refusing = "a hook of the optimizer's step raises when it is called once more"
+    recorded = _recorded([run.accumulation for run in runs], refusing)
     early = {
         name: tuple(rank for rank, accumulation in enumerate(recorded) if name in accumulation.early)
         for name in view.names("parameter")
@@ -56,7 +51,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
             yield Finding(
                 name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
-    found = list(_wrong_accumulation(view, runs))
+    found = list(_wrong_accumulation(view, runs, recorded))
     changing = next(_changed_by_forward(view), None)
     if found and changing is not None:
         raise NotJudged(
@@ -65,8 +60,26 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
         )
     if any(early.values()) and not found:
         return
-    what, compared = "accumulated gradients differ", (c for one in recorded for c in one.gradients)
-    unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE)
+    yield from _unexplained(view, runs, found, "accumulated gradients differ", recorded)
+
+
+def _recorded(taken: Sequence[Accumulation | None], refusing: str, so: str = "") -> list[Accumulation]:
+    """Return what was taken on all ranks, or raise NotJudged; ``so`` says what follows from too few rows."""
+    recorded = [one for one in taken if one is not None]
+    if not recorded or len(recorded) < len(taken):
+        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
+    if refused := next((one.refused for one in recorded if one.refused), ""):
+        raise NotJudged(f"{refusing}: {refused}")
+    if problem := next((one.problem for one in recorded if one.problem), ""):
+        raise NotJudged(f"batch(0): {problem}{so}; give it more rows")
+    return recorded
+
+
+def _unexplained(
+    view: View, runs: Sequence[RankTraining], found: Sequence[Finding], what: str, recorded: Sequence[Accumulation]
+) -> Iterator[Finding]:
+    """Yield what was ``found`` after the steps, unless something else explains it."""
+    unless_explained(view, runs, found, what, (c for one in recorded for c in one.gradients), GRADIENT_TOLERANCE)
     if found and (loaded := describe_loaded_state(view)):  # the gradients are those of weights that have trained
         yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
         raise PartlyJudged(f"{describe_difference(what, found)}: {loaded}")
@@ -75,29 +88,19 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
 
 def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Yield the gradients that are wrong in a step of the author's with half of the rows, if whole ones are right."""
-    recorded = [run.short for run in runs if run.short is not None]
     if all(max(run.backwards, default=0) < 2 for run in runs):
         raise NotJudged("train_step runs one backward, and grad_parity compares its gradients")
-    if not recorded or len(recorded) < len(runs):
-        raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
-    if refused := next((one.refused for one in recorded if one.refused), ""):
-        raise NotJudged(f"train_step refuses half of the rows of a batch: {refused}")
-    if problem := next((one.problem for one in recorded if one.problem), ""):
-        raise NotJudged(f"batch(0): {problem}, so no step can be half as long; give it more rows")
+    refusing = "train_step refuses half of the rows of a batch"
+    recorded = _recorded([run.short for run in runs], refusing, ", so no step can be half as long")
     limits = limits_of(view, "short")
-    names = view.names("parameter", but=excused_gradients(view, runs))
-    pairs = view.comparisons(tuple(one.gradients for one in recorded), names)
+    pairs = _comparisons(view, recorded, view.names("parameter", but=excused_gradients(view, runs)))
     found = [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
     changing = next(_changed_by_forward(view), None)
     if found and changing is not None:
-        raise NotJudged(f"every forward changes {changing}, so a step of another length changes it otherwise")
+        raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
     if found and view.failed:
         raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
-    compared = (c for one in recorded for c in one.gradients)
-    unless_explained(
-        view, runs, found, "gradients of a step with half of the rows differ", compared, GRADIENT_TOLERANCE
-    )
-    yield from found
+    yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
 
 
 def _changed_by_forward(view: View) -> Iterator[str]:
@@ -108,20 +111,26 @@ def _changed_by_forward(view: View) -> Iterator[str]:
             yield tensor.name
 
 
-def _wrong_accumulation(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+def _comparisons(
+    view: View, recorded: Sequence[Accumulation], names: Sequence[str]
+) -> Mapping[str, list[tuple[int, Comparison]]]:
+    """Return the comparisons of these gradients by name; raise NotJudged if the reference diverges."""
+    pairs = view.comparisons(tuple(one.gradients for one in recorded), names)
+    for name, found in pairs.items():
+        if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found):
+            raise NotJudged(
+                f"after the steps the reference's own gradient of {name} is not finite: its training diverges; "
+                "give Subject(optimizer=...) a smaller learning rate"
+            )
+    return pairs
+
+
+def _wrong_accumulation(
+    view: View, runs: Sequence[RankTraining], recorded: Sequence[Accumulation]
+) -> Iterator[Finding]:
     limits = limits_of(view, "accumulated")
-    excused = excused_gradients(view, runs)
-    names = [name for name in view.names("parameter", only=view.reference.gradients) if name not in excused]
-    recorded = [run.accumulation for run in runs if run.accumulation is not None]
-    pairs = view.comparisons(tuple(accumulation.gradients for accumulation in recorded), names)
-    diverging = [
-        name for name, found in pairs.items() if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found)
-    ]
-    if diverging:
-        raise NotJudged(
-            f"after the steps the reference's own gradient of {diverging[0]} is not finite: its training diverges; "
-            "give Subject(optimizer=...) a smaller learning rate"
-        )
+    names = view.names("parameter", only=view.reference.gradients, but=excused_gradients(view, runs))
+    pairs = _comparisons(view, recorded, names)
     for name in names:
         lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
         lost = [rank for rank in lost if name not in runs[rank].without_gradient]
@@ -144,8 +153,8 @@ def _wrong_sums(
 
 _SHORT = "in a step with half of the rows"
 _FULL_SIZE: Explanation = {
-    "cause": "the loss of a window with fewer micro-batches, as the last one of an epoch, is divided by the number of "
-    "a full one",
+    "cause": "the loss of a window with fewer micro-batches, such as the last one of an epoch, is divided by as many "
+    "as a full one has",
     "remedy": "divide by the micro-batches, or the tokens, that the window really has",
 }
 _NO_GRADIENT = "no gradient after the last micro-batch"

@@ -66,10 +66,9 @@ def loss_parity(view: View) -> Iterable[Finding]:
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
         require_noise(view, LOSS_TOLERANCE, errors)
         require_training_mode(view)
-        if view.reference.by_batch:
+        if norms := view.reference.batch_norms:
             raise Noted(
-                f"{first_of(view.reference.by_batch)} stayed in eval(): in train(), statistics would be those of each "
-                "rank's own rows"
+                f"{first_of(norms)} stayed in eval(): in train(), statistics would be those of each rank's own rows"
             )
         return
     if wrong_steps:
@@ -202,7 +201,7 @@ def _starts_in_a_module(view: View) -> bool:
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
-    drawing = list(dict.fromkeys(name for run in runs for name in run.draws))
+    drawing = list(dict.fromkeys(name for run in runs for name in run.drawing))
     if not drawing:
         return {}
     return {

@@ -11,8 +11,8 @@ from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_b
 
 
 @training_check(
-    promise="in a training step, modules that learn are in train(), unless the whole model is in eval(), where none "
-    "drops elements",
+    promise="in a training step, modules that learn are in train(), or the whole model is in eval(); in eval(), no "
+    "module drops elements",
     needs=["inventory", "training_mode"],
     after=BLOCKING_CHECKS,
     why="A part that is left in eval() trains without its dropout, and without whatever else its mode switches on: no "
@@ -28,20 +28,21 @@ def modules_train(view: View) -> Iterable[Finding]:
         raise NotJudged("nothing is trainable")
     left = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
     for name, ranks in ranks_by(left).items():
-        actual = _PART if name else _WHOLE
-        yield Finding(name or None, ranks, actual, "in train()")
+        yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
-        yield Finding(name, ranks, "drops elements in eval()", "all of them kept", **_FORGETFUL)
+        yield Finding(name, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
     problems = [step.evaluation_problem for step in steps if step.evaluation_problem]
     if problems:
-        raise PartlyJudged(f"whether something drops elements in eval() is unknown: its forward raises {problems[0]}")
+        raise PartlyJudged(
+            f"whether a module drops elements in eval() is unknown: a forward there raises {problems[0]}"
+        )
 
 
 _PART = "in eval() while the rest of the model trains"
 _WHOLE = "trains in eval() although train() was called in the same step"
-_FORGETFUL: Explanation = {
-    "cause": "a dropout does not know the mode, so evaluation and generation are random too",
+_MODE_IGNORED: Explanation = {
+    "cause": "a dropout ignores the mode, so evaluation and generation are random too",
     "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "
     "scaled_dot_product_attention",
 }

@@ -31,13 +31,19 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
         yield Finding(None, tuple(range(len(ranks))), "the step does not end", MADE_OR_SKIPPED, waiting)
         return
     if not all(own.moved for own in ranks):
-        raise NotJudged("train_step does not call the model itself, so its output could not be made NaN")
+        raise NotJudged(
+            "train_step does not call the model itself, or the model returns no tensors, so its output could not be "
+            "made NaN"
+        )
     slices = ranks[0].data_parallel[1]
     if slices == 1:
         raise NotJudged("all ranks have the same rows, and so the same loss")
+    inventory = enumerate(view.evidence.inventory)
+    # A rank without elements that train shows nothing of a step.
+    training = [rank for rank, own in inventory if any(t.requires_grad and t.numel for t in own.tensors)]
     for step, index in zip(range(len(ranks[0].moved)), (0, slices - 1), strict=False):
-        made = tuple(rank for rank, own in enumerate(ranks) if own.moved[step])
-        skipped = tuple(rank for rank in range(len(ranks)) if rank not in made)
+        made = tuple(rank for rank in training if ranks[rank].moved[step])
+        skipped = tuple(rank for rank in training if rank not in made)
         nan = "NaN on " + name_ranks(rank for rank, own in enumerate(ranks) if own.data_parallel[0] == index)
         if made and skipped:
             detail = f"{nan}; {name_ranks(made)} made the step"

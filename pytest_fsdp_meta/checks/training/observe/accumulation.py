@@ -21,7 +21,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.ranks.batches import global_batch, indivisible, loss_of, own_rows
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
-from pytest_fsdp_meta.ranks.modes import comparable
+from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.torch_private import step_hooks
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, doing
@@ -68,7 +68,7 @@ def accumulate(
     """
     model, early = subject.model, tuple[str, ...]()
     drop_gradients(model)
-    with comparable(model):
+    with comparable_modes(model):
         batch = global_batch(subject, 0)
         for number, slices in enumerate(rounds):
             rows = _join([own_rows(batch, 0, piece, device) for piece in slices])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from numbers import Real
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
@@ -26,7 +27,7 @@ def run_author_step(
     rows: dict[str, Any],
     number: int,
     observe: Callable[[], None],
-    handed_by_name: Mapping[str, Any],
+    beside: Beside,
     gradient_scale: float = 1.0,
 ) -> tuple[Tensor | float, int]:
     """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
@@ -34,9 +35,6 @@ def run_author_step(
     It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
     gradients are multiplied by ``gradient_scale``.
     """
-    assert subject.train_step is not None
-    # A framework's step goes through its own wrapper, if the loader built one.
-    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
     parts = parts_of_optimizer(optimizer)
     steps: list[Optimizer] = []
     errors: list[Exception | None] = []
@@ -50,7 +48,7 @@ def run_author_step(
     with ExitStack() as hooked, _backwards(gradient_scale) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
-        loss = call_field("train_step", subject.train_step, subject.model, handed, rows, **handed_by_name)
+        loss = call_author_step(subject, optimizer, rows, beside)
     if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
         what = f"it returned a {type(loss).__name__} and has not run"
         raise SubjectError("train_step", f"{what}; make it a plain function, without async or yield")
@@ -65,6 +63,15 @@ def run_author_step(
     if problem := _describe_no_loss(loss):
         raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number")
     return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
+
+
+def call_author_step(subject: Subject, optimizer: Optimizer, rows: dict[str, Any], beside: Beside) -> Any:
+    """Call ``Subject(train_step=...)`` with what its parameters ask for; return what it returns."""
+    assert subject.train_step is not None
+    # A framework's step goes through its own wrapper, if the loader built one.
+    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
+    by_name = beside.arguments(subject, subject.train_step)
+    return call_field("train_step", subject.train_step, subject.model, handed, rows, **by_name)
 
 
 _HINTS = {

@@ -24,9 +24,11 @@ from pytest_fsdp_meta.loader.validation import is_stateful, takes
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.ranks.batches import calling
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import Rank
 
 SCHEDULER = "scheduler"
 UPDATES = ("update_parameters", "update")
@@ -209,6 +211,16 @@ def _build(name: str, function: Any, model: Module) -> Any:
             "load_state_dict()",
         )
     return kept
+
+
+def last_optimizer(subject: Subject, rank: Rank) -> Optimizer | None:
+    """Return the optimizer that has trained the model last, or a new one; None if nothing is trainable."""
+    return rank.state.get("resumable") or rank.state.get("optimizer") or make_optimizer(subject)
+
+
+def last_beside(subject: Subject, rank: Rank, optimizer: Optimizer) -> Beside:
+    """Return what is beside the ``last_optimizer``: the rank's state keeps what was made for the newest one."""
+    return rank.state.get("beside") or make_beside(subject, optimizer)
 
 
 def rates_of(optimizer: Optimizer) -> tuple[float, ...]:

@@ -30,11 +30,11 @@ from pytest_fsdp_meta.evidence import Accumulation, Comparison
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import rows_of_step
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import CallFailed, Rank
+from pytest_fsdp_meta.worlds import CallFailed, Rank, cause_of
 
 SCALING = 16
 """How much smaller the gradients of a second step are, to see that they follow their scale."""
@@ -107,14 +107,14 @@ class FirstBatchAgain:
         if "short" not in self.records:
             return None  # nothing is trainable in the reference
         clips = subject.max_grad_norm is not None
-        seen = _Scaled(subject.model, self.records["short"], clips)
+        seen = _GradientsOfStep(subject.model, self.records["short"], small=clips)
         beside: Beside = rank.state["beside"]
         try:
-            # What is not clipped is compared with the reference's next, which has not stepped.
+            # Gradients that are not clipped follow: the reference, which makes no short step, has the same weights.
             with beside.kept_schedule(optimizer), _kept_weights(subject.model) if clips else nullcontext():
                 train(subject, rank.device, range(1), micro_batches(self.data_parallel)[0], optimizer, seen, beside)
         except (CallFailed, SubjectError) as error:
-            cause = error.__cause__ or error
+            cause = cause_of(error)
             return Accumulation(refused=f"{type(cause).__name__}: {first_line(cause)}")
         finally:
             reshard(subject.model)
@@ -128,7 +128,7 @@ class FirstBatchAgain:
         subject, rank = self.subject, self.rank
         if subject.train_step is None or subject.max_grad_norm is None or "accumulated" not in self.records:
             return ()
-        seen = _Scaled(subject.model, self.records["accumulated"])
+        seen = _GradientsOfStep(subject.model, self.records["accumulated"], small=True)
         beside: Beside = rank.state["beside"]
         with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
             for _ in range(2):
@@ -138,7 +138,7 @@ class FirstBatchAgain:
         return seen.gradients if seen.scaled else ()
 
     def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
-        rows = own_rows(global_batch(self.subject, 0), 0, self.data_parallel, self.rank.device)
+        rows = rows_of_step(self.subject, 0, self.data_parallel, self.rank.device)
         memory = memory_of(self.subject, rows)
         self._use_gradients(optimizer, memory.kept is not None)
         return memory
@@ -167,10 +167,10 @@ def _kept_weights(model: Module) -> Iterator[None]:
                     local_part(parts.of(name, tensor).local).copy_(before[name])
 
 
-class _Scaled(StepObserver):
-    """The gradients of a step compared with the reference's; if ``small``, they are too small to be clipped."""
+class _GradientsOfStep(StepObserver):
+    """Compare the gradients of a step with the reference's; if ``small``, they are too small to be clipped."""
 
-    def __init__(self, model: Module, record: Record, small: bool = True) -> None:
+    def __init__(self, model: Module, record: Record, small: bool) -> None:
         self.gradient_scale = 2.0**-10 if small else 1.0  # a power of two, so that scaling rounds nothing
         self._model = model
         self._record = record

@@ -16,11 +16,8 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, half_of_ranks
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
 from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
-from pytest_fsdp_meta.checks.training.observe.reference import (
-    accumulate_as_ranks,
-    declared_subject,
-    restore,
-)
+from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
+from pytest_fsdp_meta.checks.training.observe.reference_training import accumulate_as_ranks
 from pytest_fsdp_meta.checks.training.observe.snapshots import SNAPSHOTS, Snapshot, snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.values.observe import comparable, read_part

@@ -14,12 +14,12 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import StepNotFinite
-from pytest_fsdp_meta.checks.training.observe.beside import make_beside
-from pytest_fsdp_meta.checks.training.observe.training_mode import optimizer_of
+from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step
+from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, global_batch, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, rows_of_step
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
-from pytest_fsdp_meta.ranks.optimizers import built_optimizer
+from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 
@@ -31,31 +31,33 @@ def observe_not_finite() -> StepNotFinite:
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
-    steps: list[bool] = []
+    rows = rows_of_step(subject, 0, data_parallel, rank.device)
+    steps: list[bool | None] = []
     for bad in dict.fromkeys((0, data_parallel[1] - 1)):
-        if steps and _on_any_rank(steps[0], rank):
+        # Where one rank does not call the model, none may wait for another step of it.
+        if steps and _on_any_rank(steps[0] is not False, rank):
             break
-        moved = _moves(subject, rank, rows, data_parallel[0] == bad)
-        if moved is None:
-            break
-        steps.append(moved)
-    return StepNotFinite(data_parallel, tuple(steps))
+        steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
+    moved = tuple(step for step in steps if step is not None)
+    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else ())
 
 
 def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
-    """Return whether a step changes this rank's parameters; None if it does not call the model itself."""
+    """Return whether a step changes this rank's parameters; None if it calls no model, or that returns no numbers."""
     doing("a step that is not finite")
     before, called = _digests(subject, rank), False
+    optimizer = last_optimizer(subject, rank)
+    assert optimizer is not None, "something is trainable"
 
     def spoil(module: Module, args: Any, output: Any) -> Any:
         nonlocal called
-        called = True
+        called |= any(tensor.is_floating_point() for _, tensor in tensors_in(output))
         return _with_nan(output) if spoiling else None
 
     hook = subject.model.register_forward_hook(spoil)
     try:
-        _step(subject, rank, rows)
+        # Not run_author_step(): here a step may well leave the optimizer alone.
+        call_author_step(subject, optimizer, rows, last_beside(subject, rank, optimizer))
     finally:
         hook.remove()
     reshard(subject.model)
@@ -69,24 +71,17 @@ def _on_any_rank(flag: bool, rank: Rank) -> bool:
     return bool(flags)
 
 
-def _step(subject: Subject, rank: Rank, rows: dict[str, Any]) -> None:
-    assert subject.train_step is not None
-    optimizer = optimizer_of(subject, rank)
-    assert optimizer is not None
-    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
-    beside = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(subject, subject.train_step)
-    call_field("train_step", subject.train_step, subject.model, handed, rows, **beside)
-
-
 def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:
     tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
     return {tensor.name: tensor.digest for tensor in tensors if tensor.requires_grad}
 
 
 def _with_nan(value: Any) -> Any:
-    """Return the value with NaN in all its floating tensors, in tuples, lists, mappings and dataclasses."""
+    """Return the value with NaN in all its floating tensors, which ``tensors_in`` finds."""
     if isinstance(value, Tensor):
         return value * float("nan") if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_with_nan, value))
     if type(value) in (tuple, list):
         return type(value)(map(_with_nan, value))
     spoiled: Any

@@ -1,76 +1,38 @@
-"""Build, record and train the reference in a world of one rank.
+"""Build and record the reference in a world of one rank.
 
 The first build runs under poison and shows which tensors the reference itself never writes; the second build is
-recorded. Tensors that differ between the two builds, and losses that differ between two trainings from the same
-weights, cannot serve as a reference; the facts say so. It trains a second time only if the ranks differ from it.
+recorded. Tensors that differ between the two builds cannot serve as a reference; the facts say so.
 """
 
 from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
-from pytest_fsdp_meta.checks.memory.observe.step import memory_of
-from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
-from pytest_fsdp_meta.checks.training.observe.accumulation import (
-    accumulate,
-    finish_gradients,
-    half_of_ranks,
-    indivisible_batch,
-    micro_batches,
-    union_of_ranks,
-)
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, declare_beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
-from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
-from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
-from pytest_fsdp_meta.checks.training.observe.snapshots import (
-    BUFFERS,
-    parameters_of,
-    snapshots_after,
-    whole_gradients,
-)
-from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_since
+from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
 from pytest_fsdp_meta.checks.values.observe import own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.assembly import put_together
-from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, scalar
-from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
-from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, by_batch, comparable
-from pytest_fsdp_meta.ranks.optimizers import (
-    Rebuilding,
-    hooks_left_out,
-    make_optimizer,
-    settings_of,
-)
+from pytest_fsdp_meta.ranks.inventory import named_tensors, take_inventory
+from pytest_fsdp_meta.ranks.optimizers import Rebuilding
 from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.reference_record import (
     Record,
-    RecordWriter,
     checkpoint_entries,
     record_at,
     without_repetition,
     write_record,
 )
-from pytest_fsdp_meta.ranks.watching import takes_hooks
-from pytest_fsdp_meta.text import first_of
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 
@@ -130,243 +92,6 @@ def adopt_values(
             without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
     write_record(record_at(folder, "values"), _tensors(model))
     return _inventory(model, attributes)
-
-
-def train_reference(
-    recipe: Mapping[str, bytes],
-    steps: int,
-    folder: str,
-    data_parallel_size: int,
-    facts: ReferenceFacts,
-    compiled: bool = False,
-    by_step: bool = False,
-) -> ReferenceFacts:
-    """Train the reference from the recorded values; return the facts with the results added.
-
-    Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
-    rounds of micro-batches of ``data_parallel_size`` ranks. Where trainings in ``train()`` cannot be compared, as those
-    of some models that are ``compiled`` on the ranks, this one and all that follow in this world are in ``eval()``.
-    Where the ranks train ``by_step`` of the author's, half of each rank's rows is accumulated as well.
-    """
-    rank, arguments = current(), (recipe, steps, folder, data_parallel_size, by_step)
-    kept = tuple(by_batch(rank.state["reference"]))
-    facts = replace(facts, by_batch=kept)
-    if compiled and kept:
-        facts = replace(facts, evaluated=f"torch.compile has compiled the model, with {first_of(kept)} in train()")
-        rank.state[IN_EVALUATION] = True
-    try:
-        with RecordWriter() as writer:
-            trained = _train_and_record(*arguments, facts, writer)
-    except _DrawsInTraining as draws:
-        evaluated = _describe_draws(recipe, draws.rows, Record(record_at(folder, "values")))
-        if evaluated:
-            rank.state[IN_EVALUATION] = True
-        with RecordWriter() as writer:
-            trained = _train_and_record(*arguments, replace(facts, evaluated=evaluated), writer, may_draw=True)
-    return_freed_memory(rank.device)  # this world waits while others train
-    return trained
-
-
-def _describe_draws(recipe: Mapping[str, bytes], rows: dict[str, Any], values: Record) -> str:
-    """Return which modules draw random numbers in ``train()`` although dropout is off, if these change the loss.
-
-    Layers that are skipped with probability zero draw numbers that change nothing.
-    """
-    subject = declared_subject(current().state["reference"], recipe)
-    losses, drawing = set[float](), dict[str, None]()
-    for seed in (SEED, SEED + 1):
-        restore(subject.model, values)
-        with comparable(subject.model), watching_draws(subject.model, current().device) as watch, torch.no_grad():
-            torch.manual_seed(seed)
-            losses.add(scalar(loss_of(subject, rows)))
-        drawing |= dict.fromkeys(draw.module or "the model itself" for draw in watch.draws)
-    restore(subject.model, values)
-    if len(losses) == 1:
-        return ""
-    return f"{first_of(list(drawing) or ['the model'])} draws random numbers in train() that change the loss"
-
-
-def _train_and_record(
-    recipe: Mapping[str, bytes],
-    steps: int,
-    folder: str,
-    data_parallel_size: int,
-    by_step: bool,
-    facts: ReferenceFacts,
-    writer: RecordWriter,
-    may_draw: bool = False,
-) -> ReferenceFacts:
-    """Raise _DrawsInTraining if the first forward draws random numbers, unless it ``may_draw`` them."""
-    rank = current()
-    subject = declared_subject(rank.state["reference"], recipe)
-    model, optimizer = subject.model, make_optimizer(subject)
-    clipping = ReferenceClipping(recipe.get("clip_grad_norm"), model, optimizer)
-    subject.clip_grad_norm = clipping.clip
-    settings = {} if optimizer is None else settings_of(optimizer, model)
-    beside = make_beside(subject, optimizer)
-    first = _RecordedSteps(model, steps, folder, clipping, writer, may_draw)
-    first.record_beside("beside", beside)
-    # Where nothing is trainable there is no backward, but the ranks need empty records.
-    first.after_backward(0)
-    run = train(subject, rank.device, range(steps), (0, 1), optimizer, first, beside)
-    first.record_beside("updated_beside", beside)
-    after = _inventory(model, ())
-    first.take("end")
-    if optimizer is not None and (
-        subject.max_grad_norm is not None or not indivisible_batch(subject, data_parallel_size)
-    ):
-        accumulate_as_ranks(subject, optimizer, data_parallel_size)
-        first.take("accumulation")
-    if optimizer is not None and by_step and not indivisible_batch(subject, data_parallel_size):
-        accumulate(subject, rank.device, half_of_ranks(data_parallel_size))
-        first.take("short")
-    left_out = hooks_left_out(subject)
-    memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
-    drop_gradients(model)
-    return replace(
-        facts,
-        losses=tuple(run.losses),
-        batches=tuple(run.batches),
-        gradients=first.sizes,
-        noise=first.noise,
-        norm=first.norm,
-        own_clipping=clipping.own,
-        clip_problem=clipping.problem,
-        after=after,
-        hooks_left_out=left_out,
-        settings=settings,
-        reached_later=tuple(first.reached_later),
-        idle=first.idle or (),
-        used=first.used,
-        rates=tuple(run.rates),
-        memory=memory,
-    )
-
-
-def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) -> tuple[float, ...]:
-    """Train the reference once more from the recorded values; return the losses."""
-    rank = current()
-    subject = declared_subject(rank.state["reference"], recipe)
-    restore(subject.model, Record(record_at(folder, "values")))
-    optimizer = make_optimizer(subject)
-    subject.clip_grad_norm = ReferenceClipping(recipe.get("clip_grad_norm"), subject.model, optimizer).clip
-    losses = train(subject, rank.device, range(steps), (0, 1), optimizer).losses
-    del optimizer, subject
-    return_freed_memory(rank.device)
-    return tuple(losses)
-
-
-def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:
-    """Accumulate the mean gradient of the first batch: over micro-batches, unless the author's step has its own."""
-    if subject.max_grad_norm is not None:
-        accumulate(subject, current().device, [[(0, 1)]])
-        return
-    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
-    finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
-
-
-def memory_by_slice(subject: Subject, size: int) -> tuple[StepMemory, ...]:
-    """Observe the memory of a forward and a backward of the first micro-batch of each of ``size`` data-parallel ranks.
-
-    The ranks observe the same rows when they accumulate gradients.
-    """
-    if indivisible_batch(subject, size):
-        return ()  # the ranks say so
-    batch, device, found = global_batch(subject, 0), current().device, []
-    for index in range(size):
-        drop_gradients(subject.model)
-        rows = own_rows(batch, 0, micro_batches((index, size))[0], device)
-        found.append(memory_of(subject, rows))
-    return tuple(found)
-
-
-class _DrawsInTraining(Exception):
-    """Raised by the first forward of a training that draws random numbers although dropout is off."""
-
-    def __init__(self, rows: dict[str, Any]) -> None:
-        super().__init__()
-        self.rows = rows
-
-
-class _RecordedSteps(StepObserver):
-    """Record the snapshots, with the sizes and the norm of the first gradients, which are clipped too."""
-
-    def __init__(
-        self,
-        model: Module,
-        steps: int,
-        folder: str,
-        clipping: ReferenceClipping,
-        writer: RecordWriter,
-        may_draw: bool,
-    ) -> None:
-        self._model = model
-        self._may_draw = may_draw
-        self._writer = writer
-        self._clipping = clipping
-        self._steps = steps
-        self._folder = folder
-        self.sizes: dict[str, float] = {}
-        self.noise = 0.0
-        self.norm: float | None = None
-        self.reached_later: dict[str, None] = {}
-        self.idle: tuple[str, ...] | None = None
-        """The parameters of modules that did not run in the first step."""
-        self.used: tuple[str, ...] = ()
-        """The others, in the order of first use."""
-
-    def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
-        if self.idle is not None:
-            return super().loss_of(subject, rows)
-        used: dict[int, int] = {}
-        """Identity of a parameter -> its place in the order of first use."""
-
-        def note(module: Module, _: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            # What takes no hooks counts as used with the module around it.
-            inside = (child.parameters() for child in module.children() if not takes_hooks(child))
-            for parameter in chain(module.parameters(recurse=False), *inside):
-                used.setdefault(id(parameter), len(used))
-
-        with ExitStack() as hooks:
-            for module in filter(takes_hooks, self._model.modules()):
-                hooks.callback(module.register_forward_pre_hook(note).remove)
-            before = read_states(current().device)
-            loss = super().loss_of(subject, rows)
-        if not self._may_draw and changed_generators(before, read_states(current().device)):
-            raise _DrawsInTraining(rows)
-        named = list(parameters_of(self._model))
-        self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
-        places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}
-        self.used = tuple(sorted(places, key=places.__getitem__))
-        return loss
-
-    def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._writer.write(record_at(self._folder, name), tensors)
-
-    def take(self, event: str, step: int = 0) -> None:
-        for snapshot in snapshots_after(event, step, self._steps):
-            tensors = snapshot.kind.of(self._model)
-            if snapshot.kind is BUFFERS:
-                tensors = changed_since(Record(record_at(self._folder, "values")), tensors)
-            self.record(snapshot.name, tensors)
-
-    def record_beside(self, name: str, beside: Beside) -> None:
-        if beside.compared:
-            self.record(name, ((entry, part.local) for entry, part in beside.tensors()))
-
-    def after_backward(self, step: int) -> None:
-        gradients = whole_gradients(self._model)
-        self.take("backward", step)
-        if step == 0:
-            self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
-            self.noise = gradient_noise(self._model)
-            self.norm, _ = gradient_norm(self._model, None)
-            self._clipping.observe(self.norm, self._folder)
-        else:
-            unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
-            self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import comparable
+from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -76,10 +76,9 @@ def train(
     beside: Beside | None = None,
     until_loss: bool = False,
 ) -> TrainingRun:
-    """Train the ``steps`` as ``comparable`` says, with a seed per step.
+    """Train the ``steps`` in ``comparable_modes``, with a seed per step.
 
-    Where the author has a step, the modes are theirs; a plain step is preceded by ``train()``, as a trainer does.
-
+    The author's step sets the modes itself, if it does; before plain steps, ``train()`` is called as a trainer does.
     ``data_parallel`` is the (index, size) of the slice of each batch. Without an optimizer, because nothing is
     trainable, only the forward runs. What is ``beside`` the model is built where it is not given. With ``until_loss``,
     the last step ends with its loss, unless it is the author's own.
@@ -92,7 +91,7 @@ def train(
         model.train()
         if optimizer is not None:
             train_optimizer(optimizer)
-    with comparable(model):
+    with comparable_modes(model):
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")
             batch = global_batch(subject, step)
@@ -143,8 +142,7 @@ def _author_step(
     beside: Beside,
 ) -> tuple[Tensor | float, int]:
     assert optimizer is not None
-    handed = beside.arguments(subject, subject.train_step)
     with observer.during_forwards():
         look = partial(observer.after_backward, number)
         scale = observer.gradient_scale
-        return run_author_step(subject, optimizer, rows, number, look, handed, gradient_scale=scale)
+        return run_author_step(subject, optimizer, rows, number, look, beside, gradient_scale=scale)

@@ -72,17 +72,17 @@ def observe_training(
     noise: float = 0.0,
     norm: float | None = None,
     own_clipping: OwnClipping | None = None,
-    evaluation: bool = False,
+    in_evaluation: bool = False,
 ) -> RankTraining:
     """Train this rank's subject for ``steps`` steps and compare it with the reference's own training.
 
     ``records_folder`` has the records of the reference's training; it is None if no reference can be trained. Smaller
     elements of the reference's gradients than ``noise`` are rounding errors, ``norm`` is their norm, and
-    ``own_clipping`` says what the author's function did to them. ``evaluation`` says whether it trained in ``eval()``.
+    ``own_clipping`` says what the author's function did to them. With ``in_evaluation`` it was trained in ``eval()``.
     The rank's state keeps the "optimizer", and what is "beside" it, for observers that continue the training.
     """
     rank = current()
-    if evaluation:
+    if in_evaluation:
         rank.state[IN_EVALUATION] = True
     subject = loaded_subject(rank)
     data_parallel = batch_slice(subject, rank)
@@ -134,7 +134,7 @@ def observe_training(
         beside=averages,
         beside_alone=alone,
         followed=followed,
-        draws=seen.draws.modules,
+        drawing=seen.draws.modules,
         buffers=TrainedBuffers(
             seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
         ),

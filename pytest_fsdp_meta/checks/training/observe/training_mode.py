@@ -10,48 +10,46 @@ import torch
 from torch import nn
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
-from pytest_fsdp_meta.checks.training.observe.beside import make_beside
+from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_slice, global_batch, has_stages, loss_of, own_rows
+from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, rows_of_step
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import by_batch, with_dropout
+from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
-from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 
-DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 DROPPING = ("dropout", "bernoulli", "attention")
 """Parts of the names of the operators by which a dropout draws."""
 
 
 def observe_training_mode() -> RankTrainingMode:
-    """Run the step, the author's or a plain one; it changes the model, so no other observation may follow on it."""
+    """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards."""
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
-    rows = own_rows(global_batch(subject, 0), 0, data_parallel, rank.device)
+    rows = rows_of_step(subject, 0, data_parallel, rank.device)
     drop_gradients(subject.model)
     if subject.train_step is None:
         subject.model.train()
     doing("a step with dropout")
     set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
-    modes = _Modes(subject.model)
+    modes = ModeWatch(subject.model)
     with (
         deterministic(),
         with_dropout(subject.model, rank.device),
         modes.watching(),
         watching_draws(subject.model, rank.device) as watch,
     ):
-        optimizer = optimizer_of(subject, rank)
+        optimizer = last_optimizer(subject, rank)
         if optimizer is None:
             with torch.no_grad():
                 loss_of(subject, rows)
@@ -60,11 +58,8 @@ def observe_training_mode() -> RankTrainingMode:
             loss_of(subject, rows).backward()
             optimizer.step()
         else:
-            # What is "beside" belongs to the optimizer that was made last.
-            handed = (rank.state.get("beside") or make_beside(subject, optimizer)).arguments(
-                subject, subject.train_step
-            )
-            run_author_step(subject, optimizer, rows, 0, lambda: None, handed)
+            beside = last_beside(subject, rank, optimizer)
+            run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
         hidden = watch.hidden
     reshard(subject.model)
     after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
@@ -73,31 +68,25 @@ def observe_training_mode() -> RankTrainingMode:
     return RankTrainingMode(data_parallel, tuple(watch.draws), hidden, modes.evaluating(), dropping, problem, after)
 
 
-def optimizer_of(subject: Subject, rank: Rank) -> Optimizer | None:
-    """Return the optimizer that has trained the model last, or a new one; None if nothing is trainable."""
-    return rank.state.get("resumable") or rank.state.get("optimizer") or make_optimizer(subject)
-
-
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
     """Return the modules that drop elements in ``eval()``, or why the forward fails there."""
-    subject.model.eval()
-    before = read_states(rank.device)
+    model, before = subject.model, read_states(rank.device)
     doing("a forward in eval()")
     try:
-        with deterministic(), torch.no_grad(), watching_draws(subject.model, rank.device) as watch:
+        with deterministic(), evaluating(model), torch.no_grad(), watching_draws(model, rank.device) as watch:
             loss_of(subject, rows)
     except Exception as error:  # of any type: some models return no loss in eval()
         cause = cause_of(error)
         return (), f"{type(cause).__name__}: {first_line(cause)}"
     finally:
-        reshard(subject.model)
+        reshard(model)
     if not changed_generators(before, read_states(rank.device)):
         return (), ""
     draws = (draw for draw in watch.draws if any(part in draw.operator for part in DROPPING))
     return tuple(dict.fromkeys(draw.module for draw in draws if draw.module)), ""
 
 
-class _Modes:
+class ModeWatch:
     """Note the mode of each module whenever it runs with gradients."""
 
     def __init__(self, model: Module) -> None:
@@ -126,30 +115,31 @@ class _Modes:
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
 
     def evaluating(self) -> tuple[str, ...]:
-        """Return what ``RankTrainingMode.evaluating`` has."""
-        modules, statistics = innermost_modules(self._model), {id(module) for module in by_batch(self._model).values()}
+        """Return the modules that ``RankTrainingMode.evaluating`` describes."""
+        modules, norms = innermost_modules(self._model), set(map(id, batch_norms(self._model).values()))
         learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
         ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
         if not any(ran.values()):
             return ("",) if ran and self._asked else ()
-        dropouts = {name: module for name, module in modules.items() if isinstance(module, DROPOUTS) and module.p}
-        for name, module in dropouts.items():
+        dropouts = ((name, module) for name, module in modules.items() if isinstance(module, DROPOUT_MODULES))
+        for name, module in dropouts:
             around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
-            if id(module) in self._trained and around is not None and _learns(around, recurse=True):
+            if module.p and id(module) in self._trained and around is not None and _learns(around, recurse=True):
                 ran[name] = self._trained[id(module)]
-        off = [name for name, trained in ran.items() if not trained and id(modules[name]) not in statistics]
-        return tuple(dict.fromkeys(_outermost(name, ran, off) for name in off))
+        # A batch norm alone is often kept in eval() on purpose.
+        left = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
+        return tuple(dict.fromkeys(_outermost(name, ran) for name in left))
 
 
 def _learns(module: Module, recurse: bool) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse))
 
 
-def _outermost(name: str, ran: dict[str, bool], off: list[str]) -> str:
-    """Return the outermost module around this one in which all that ran was in ``eval()``."""
+def _outermost(name: str, trained: dict[str, bool]) -> str:
+    """Return the outermost module around this one in which nothing trained."""
     parts = name.split(".")
     for end in range(1, len(parts)):
         around = ".".join(parts[:end])
-        if all(inside in off for inside in ran if inside.startswith(f"{around}.")):
+        if not any(own for inside, own in trained.items() if inside.startswith(f"{around}.")):
             return around
     return name
