@@ -9,6 +9,7 @@ import pytest
 from pytest_fsdp_meta.checks.training.facts import StepNotFinite
 from tests.checks.evidence_factory import (
     healthy,
+    on_ranks,
     on_some,
     redrawn_in_backward,
     skipping_alike,
@@ -46,7 +47,7 @@ def test_a_dropout_that_does_not_know_the_mode():
 def test_a_forward_that_fails_in_evaluation_is_partly_checked():
     found = verdict(MODES, in_modes(evaluation_problem="KeyError: 'loss'"))
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert found.reason.endswith("its forward raises KeyError: 'loss'")
+    assert found.reason.endswith("a forward there raises KeyError: 'loss'")
     both = verdict(MODES, in_modes(evaluation_problem="KeyError: 'loss'", evaluating=("layers.0",)))
     assert both.status == "failed"
 
@@ -106,6 +107,13 @@ def test_a_step_that_does_not_end():
 def test_nothing_to_judge(evidence, reason):
     found = verdict(SKIPS, evidence)
     assert (found.status, found.reason.startswith(reason)) == ("skipped", True)
+
+
+def test_a_rank_without_elements_that_train_shows_nothing():
+    made = skipping((True,), (True,), (False,), size=3)
+    assert verdict(SKIPS, made).status == "failed"
+    empty = on_ranks(made, [2], lambda rank: tuple(replace(tensor, local_shape=(0, 8)) for tensor in rank.tensors))
+    assert verdict(SKIPS, empty).status == "passed"
 
 
 def test_backward_that_draws_other_numbers():
