@@ -8,19 +8,24 @@ backward runs, where checkpointing computes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Module, functional
 
+from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.reproducible import reproducible
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.worlds import current
 
 IN_EVALUATION = "in evaluation"
 """A key of a rank's state, present where ranks and reference have to be compared in ``eval()``."""
+
+EVALUATING = "modules in evaluation"
+"""A key of the reference's state: the modules that the ranks have in ``eval()`` when they train."""
 
 _BY_NAME = "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
 _BUILT_IN = "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
@@ -43,6 +48,24 @@ def comparable_modes(model: Module) -> Iterator[None]:
         yield
 
 
+def train_model(model: Module) -> None:
+    """Call ``train()``, as a trainer does before plain steps; what the ranks keep in ``eval()`` stays there.
+
+    On the ranks these are the frozen parts that the loader has put into ``eval()``, beside others that train.
+    """
+    frozen = (module for module in model.modules() if model.training and not module.training and _is_frozen(module))
+    kept = [inside for module in frozen for inside in module.modules() if not inside.training]
+    model.train()
+    named = innermost_modules(model)
+    for module in (*kept, *(named[name] for name in current().state.get(EVALUATING, ()) if name in named)):
+        module.training = False
+
+
+def _is_frozen(module: Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
     """Put the model into ``eval()``, and give ``train()`` of any module no effect; restore all modes at the end."""
@@ -61,15 +84,18 @@ def without_dropout(model: Module) -> Iterator[None]:
     with ExitStack() as stack:
         for holder, name in DROPOUT_FUNCTIONS:
             _patch(stack, holder, name, _never_dropping(getattr(holder, name)))
-        attention = functional.scaled_dot_product_attention
+        attention, by_batch = functional.scaled_dot_product_attention, functional.batch_norm
         _patch(stack, functional, "scaled_dot_product_attention", _attending_to_all(attention))
+        _patch(stack, functional, "batch_norm", _normalising_as_kept(by_batch))
         for module in filter(takes_hooks, model.modules()):
             if isinstance(module, nn.RNNBase):
                 _patch(stack, module, "dropout", 0.0)
-            for holder in (module, getattr(module, "config", None)):
+            for holder in (module, _read(module, "config")):
                 for name in SKIPPING:
-                    if isinstance(getattr(holder, name, None), float):
-                        _patch(stack, holder, name, 0.0)
+                    if isinstance(_read(holder, name), float):
+                        # What cannot be written, such as a frozen config, shows by what it draws.
+                        with suppress(Exception):
+                            _patch(stack, holder, name, 0.0)
         for module in batch_norms(model).values():
             stack.enter_context(_in_evaluation(module))
         yield
@@ -109,7 +135,16 @@ def _in_evaluation(module: Module) -> Iterator[None]:
         yield
 
 
+def _read(holder: Any, name: str) -> Any:
+    """Return an attribute, or None where reading it raises anything, as in a mapping whose keys are attributes."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
 def _never_dropping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def dropout(input: Any, p: Any = 0.5, *args: Any, **kwargs: Any) -> Any:
         return original(input, 0.0, *args, **kwargs)
 
@@ -117,6 +152,7 @@ def _never_dropping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attending_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def attention(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *args: Any, **kwargs: Any
     ) -> Any:
@@ -125,6 +161,25 @@ def _attending_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
+def _normalising_as_kept(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def batch_norm(
+        input: Any,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        training = training and running_mean is None
+        return original(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
+
+    return batch_norm
+
+
 def _patch(stack: ExitStack, holder: Any, name: str, value: object) -> None:
-    stack.callback(setattr, holder, name, getattr(holder, name))
+    before = getattr(holder, name)
     setattr(holder, name, value)
+    stack.callback(setattr, holder, name, before)

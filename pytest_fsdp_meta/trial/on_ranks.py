@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         not_finite,
         reference,
         reference_training,
+        steps,
         training,
         training_mode,
     )
@@ -69,6 +70,7 @@ else:
     simulation = ObserverModule("simulation.observe.load")
     state_dict = ObserverModule("checkpoint.observe.state_dict")
     step_collectives = ObserverModule("collectives.observe")
+    steps = ObserverModule("training.observe.steps")
     traces = ObserverModule("tracing.observe.step")
     training = ObserverModule("training.observe.training")
     training_mode = ObserverModule("training.observe.training_mode")
@@ -91,6 +93,7 @@ __all__ = [
     "simulation",
     "state_dict",
     "step_collectives",
+    "steps",
     "traces",
     "training",
     "training_mode",

@@ -169,7 +169,7 @@ class Reloading(TableRun):
         try:
             return tuple(self.loads.run_first(not_finite.observe_not_finite))
         except WorldError as error:
-            if error.failures[0].kind == "hung":
+            if error.failures[0].kind in ("hung", "killed"):  # gloo aborts a rank whose collective meets another one
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
             return Unavailable(f"the step in which the model returns NaN fails: {error.summary}")
 

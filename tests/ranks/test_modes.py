@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,36 @@ def test_layers_that_are_skipped_by_chance_are_kept():
     with without_dropout(nn.Sequential(model, model)):
         assert (model.layerdrop, model.config.encoder_layerdrop, model.config.decoder_layerdrop) == (0.0, 0.0, None)
     assert (model.layerdrop, model.config.encoder_layerdrop) == (0.5, 0.25)
+
+
+class Strict(dict):
+    """A config whose keys are attributes, and that has no others."""
+
+    __getattr__ = dict.__getitem__
+
+
+@dataclass(frozen=True)
+class Frozen:
+    layerdrop: float = 0.5
+
+
+@pytest.mark.parametrize("make", [lambda: Strict(width=2), Frozen])
+def test_a_config_that_refuses_is_left_alone(make):
+    model = nn.Linear(2, 2)
+    model.config = config = make()
+    with without_dropout(model):
+        assert model.config == config
+
+
+def test_statistics_by_a_function_stay_as_they_are():
+    norm = nn.BatchNorm1d(3)
+    for training in ({"training": True}, {}):
+        with without_dropout(norm):
+            kept = functional.batch_norm(X, norm.running_mean, norm.running_var, **training)
+        assert torch.equal(kept, functional.batch_norm(X, norm.running_mean, norm.running_var))
+    own = functional.batch_norm(X, None, None, training=True)
+    with without_dropout(norm):
+        assert torch.equal(functional.batch_norm(X, None, None, training=True), own)
 
 
 def test_all_is_as_before_after_an_error():

@@ -157,7 +157,7 @@ class DrawsWithoutDropout:
         if step == 1 and self._drew:
             with watching_draws(self._model, self._device) as watch:
                 yield
-            self.modules = tuple(dict.fromkeys(draw.module for draw in watch.draws if draw.module))
+            self.modules = tuple(dict.fromkeys(draw.module or "the model itself" for draw in watch.draws))
             return
         before = read_states(self._device) if step == 0 else {}
         yield

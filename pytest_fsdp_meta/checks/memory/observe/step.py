@@ -21,6 +21,7 @@ from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import loss_of
+from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
@@ -28,6 +29,7 @@ from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.torch_private import base_of, fsdp_groups, is_compiled
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import SEED
 
 T = TypeVar("T")
 COMPILED = "torch.compile decides what to compute again"
@@ -63,6 +65,7 @@ def memory_of(subject: Subject, rows: dict[str, Any]) -> StepMemory:
     """Observe a forward of these rows and its backward, which leaves its gradients."""
 
     def step(watching: AbstractContextManager[None]) -> None:
+        seed_all(SEED)  # layers that are skipped by chance are the same on ranks and reference
         with comparable_modes(subject.model), watching:
             loss_of(subject, rows).backward()
 

@@ -29,8 +29,9 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, model_splits, rows_of_step
+from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
-from pytest_fsdp_meta.ranks.modes import comparable_modes
+from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
@@ -134,10 +135,10 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
     watch = ModuleWatch(model, watcher, device)
     drop_gradients(model)
     if subject.train_step is None:
-        model.train()
+        train_model(model)
     with comparable_modes(model), watch.watching():
         batch = rows_of_step(subject, traced.step, rows, device)
-        torch.manual_seed(SEED + traced.step)
+        seed_all(SEED + traced.step)
         backward = traced.backward and any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(backward):
             loss = loss_of(subject, batch)

@@ -155,7 +155,8 @@ _SHORT = "in a step with half of the rows"
 _FULL_SIZE: Explanation = {
     "cause": "the loss of a window with fewer micro-batches, such as the last one of an epoch, is divided by as many "
     "as a full one has",
-    "remedy": "divide by the micro-batches, or the tokens, that the window really has",
+    "remedy": "divide by the micro-batches, or the tokens, that the window really has; if yours never ends early, skip "
+    "this check with that reason",
 }
 _NO_GRADIENT = "no gradient after the last micro-batch"
 _MEAN = "the mean over the micro-batches"

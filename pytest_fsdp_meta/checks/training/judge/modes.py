@@ -31,7 +31,7 @@ def modules_train(view: View) -> Iterable[Finding]:
         yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
-        yield Finding(name, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
+        yield Finding(name or None, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
     problems = [step.evaluation_problem for step in steps if step.evaluation_problem]
     if problems:
         raise PartlyJudged(

@@ -19,6 +19,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters import megatron_fsdp
 from pytest_fsdp_meta.ranks.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.ranks.batches import global_batch, indivisible, loss_of, own_rows
+from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.modes import comparable_modes
@@ -72,7 +73,7 @@ def accumulate(
         batch = global_batch(subject, 0)
         for number, slices in enumerate(rounds):
             rows = _join([own_rows(batch, 0, piece, device) for piece in slices])
-            torch.manual_seed(SEED)
+            seed_all(SEED)
             doing(f"accumulating gradients, micro-batch {number + 1} of {len(rounds)}")
             last = number == len(rounds) - 1
             around = around_first if number == 0 else None

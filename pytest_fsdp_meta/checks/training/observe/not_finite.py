@@ -19,6 +19,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_op
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, rows_of_step
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
+from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
@@ -57,7 +58,9 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
     hook = subject.model.register_forward_hook(spoil)
     try:
         # Not run_author_step(): here a step may well leave the optimizer alone.
-        call_author_step(subject, optimizer, rows, last_beside(subject, rank, optimizer))
+        beside = last_beside(subject, rank, optimizer)
+        with beside.kept_schedule(optimizer), with_dropout(subject.model, rank.device):
+            call_author_step(subject, optimizer, rows, beside)
     finally:
         hook.remove()
     reshard(subject.model)

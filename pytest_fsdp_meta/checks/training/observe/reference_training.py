@@ -6,8 +6,8 @@ cannot serve as a reference; the facts say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -40,14 +40,17 @@ from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_sin
 from pytest_fsdp_meta.evidence import ReferenceFacts
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, rows_of_step, scalar
-from pytest_fsdp_meta.ranks.generators import changed_generators, read_states
+from pytest_fsdp_meta.ranks.generators import drew_since, read_all, seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, batch_norms, comparable_modes
+from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms, comparable_modes
 from pytest_fsdp_meta.ranks.optimizers import hooks_left_out, make_optimizer, settings_of
 from pytest_fsdp_meta.ranks.reference_record import Record, RecordWriter, record_at
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import first_of
 from pytest_fsdp_meta.worlds import SEED, current
+
+TRIES = 5
+"""Seeds with which forwards are compared: by chance, two may skip the same layers."""
 
 
 def train_reference(
@@ -56,6 +59,7 @@ def train_reference(
     folder: str,
     data_parallel_size: int,
     facts: ReferenceFacts,
+    evaluating: Collection[str] = (),
     compiled: bool = False,
     short: bool = False,
 ) -> ReferenceFacts:
@@ -63,10 +67,12 @@ def train_reference(
 
     Record in ``folder`` what ``SNAPSHOTS`` lists, and what is beside the model. Gradients are accumulated over the
     rounds of micro-batches of ``data_parallel_size`` ranks; with ``short``, those of half of each rank's rows as well.
-    Where trainings in ``train()`` cannot be compared, as those of some models that are ``compiled`` on the ranks, this
-    one and all that follow in this world are in ``eval()``.
+    The modules ``evaluating`` on the ranks are in ``eval()`` here, too. Where trainings in ``train()`` cannot be
+    compared, as those of some models that are ``compiled`` on the ranks, this one and all that follow in this world are
+    in ``eval()``.
     """
     rank = current()
+    rank.state[EVALUATING] = tuple(evaluating)
     norms = tuple(batch_norms(rank.state["reference"]))
 
     def train_once(evaluated: str, may_draw: bool) -> ReferenceFacts:
@@ -76,13 +82,14 @@ def train_reference(
         with RecordWriter() as writer:
             return _train_and_record(recipe, steps, folder, data_parallel_size, short, known, writer, may_draw)
 
-    try:
-        if compiled and norms:
-            why = f"torch.compile has compiled the model, with {first_of(norms)} in train()"
-            trained = train_once(why, may_draw=True)
-        else:
+    trained: ReferenceFacts | None = None
+    if compiled and norms:
+        why = f"torch.compile has compiled the model, with {first_of(norms)} in train()"
+        trained = train_once(why, may_draw=True)
+    else:
+        with suppress(_DrawsInTraining):
             trained = train_once("", may_draw=False)
-    except _DrawsInTraining:
+    if trained is None:
         trained = train_once(_describe_draws(recipe, Record(record_at(folder, "values"))), may_draw=True)
     return_freed_memory(rank.device)  # this world waits while others train
     return trained
@@ -96,16 +103,16 @@ def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
     subject, device = declared_subject(current().state["reference"], recipe), current().device
     rows = rows_of_step(subject, 0, (0, 1), device)
     losses, drawing = set[float](), dict[str, None]()
-    for seed in (SEED, SEED + 1):
+    for seed in range(SEED, SEED + TRIES):
         restore(subject.model, values)
         with comparable_modes(subject.model), watching_draws(subject.model, device) as watch, torch.no_grad():
-            torch.manual_seed(seed)
+            seed_all(seed)
             losses.add(scalar(loss_of(subject, rows)))
         drawing |= dict.fromkeys(draw.module or "the model itself" for draw in watch.draws)
     restore(subject.model, values)
     if len(losses) == 1:
         return ""
-    return f"{first_of(list(drawing) or ['the model'])} draws random numbers in train() that change the loss"
+    return f"{first_of(list(drawing) or ['the model itself'])} draws random numbers in train() that change the loss"
 
 
 def _train_and_record(
@@ -250,9 +257,9 @@ class _RecordedSteps(StepObserver):
         with ExitStack() as hooks:
             for module in filter(takes_hooks, self._model.modules()):
                 hooks.callback(module.register_forward_pre_hook(note).remove)
-            before = read_states(current().device)
+            before = read_all(current().device)
             loss = super().loss_of(subject, rows)
-        if not self._may_draw and changed_generators(before, read_states(current().device)):
+        if not self._may_draw and drew_since(before, current().device):
             raise _DrawsInTraining
         named = list(parameters_of(self._model))
         self.idle = tuple(name for name, tensor in named if id(tensor) not in used)

@@ -10,17 +10,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
-from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
 from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.batches import batch_digest, count_labels, global_batch, loss_of, own_rows, scalar
+from pytest_fsdp_meta.ranks.batches import (
+    batch_digest,
+    batch_slice,
+    count_labels,
+    global_batch,
+    loss_of,
+    own_rows,
+    scalar,
+)
+from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import comparable_modes
-from pytest_fsdp_meta.worlds import SEED, doing
+from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
+from pytest_fsdp_meta.ranks.module_watch import innermost_modules
+from pytest_fsdp_meta.ranks.optimizers import make_optimizer
+from pytest_fsdp_meta.worlds import SEED, current, doing
 
 
 @dataclass
@@ -88,7 +102,7 @@ def train(
     step_of = _plain_step if subject.train_step is None or optimizer is None else _author_step
     drop_gradients(model)  # a loader may have run a warm-up backward
     if step_of is _plain_step:
-        model.train()
+        train_model(model)
         if optimizer is not None:
             train_optimizer(optimizer)
     with comparable_modes(model):
@@ -99,7 +113,7 @@ def train(
             rows = own_rows(batch, step, data_parallel, device)
             run.labels.append(count_labels(rows))
             run.rates.append(() if optimizer is None else rates_of(optimizer))
-            torch.manual_seed(SEED + step)
+            seed_all(SEED + step)
             ended = until_loss and number == len(steps) - 1 and step_of is _plain_step
             updating = None if ended else optimizer
             with observer.around(number):
@@ -113,6 +127,41 @@ def train(
     if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run
+
+
+class _FirstForward(BaseException):
+    """Ends a step of the author's where its first forward with gradients begins; no handler of theirs takes it."""
+
+
+def modules_in_evaluation() -> tuple[str, ...]:
+    """Return the modules that this rank has in ``eval()`` when its model trains.
+
+    The author's step sets the modes before its first forward with gradients, which is not run. Where that step fails,
+    nothing is returned: the training says so.
+    """
+    rank = current()
+    subject = loaded_subject(rank)
+    model, own = subject.model, {id(module) for module in subject.model.modules()}
+
+    def begin(module: Module, _: Any) -> None:
+        if id(module) in own and torch.is_grad_enabled():
+            raise _FirstForward
+
+    optimizer = None if subject.train_step is None else make_optimizer(subject)
+    if optimizer is None:
+        train_model(model)
+    else:
+        doing("the modes of a training step")
+        rows = own_rows(global_batch(subject, 0), 0, batch_slice(subject, rank), rank.device)
+        hook = register_module_forward_pre_hook(begin)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                call_author_step(subject, optimizer, rows, make_beside(subject, optimizer))
+        except (_FirstForward, Exception):
+            pass
+        finally:
+            hook.remove()
+    return tuple(name for name, module in innermost_modules(model).items() if not module.training)
 
 
 def _plain_step(

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, row
 from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout
+from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, train_model, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.poison import deterministic
 from pytest_fsdp_meta.text import first_line
@@ -39,7 +39,7 @@ def observe_training_mode() -> RankTrainingMode:
     rows = rows_of_step(subject, 0, data_parallel, rank.device)
     drop_gradients(subject.model)
     if subject.train_step is None:
-        subject.model.train()
+        train_model(subject.model)
     doing("a step with dropout")
     set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
     modes = ModeWatch(subject.model)
@@ -59,7 +59,8 @@ def observe_training_mode() -> RankTrainingMode:
             optimizer.step()
         else:
             beside = last_beside(subject, rank, optimizer)
-            run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
+            with beside.kept_schedule(optimizer):
+                run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
         hidden = watch.hidden
     reshard(subject.model)
     after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
@@ -83,7 +84,7 @@ def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> t
     if not changed_generators(before, read_states(rank.device)):
         return (), ""
     draws = (draw for draw in watch.draws if any(part in draw.operator for part in DROPPING))
-    return tuple(dict.fromkeys(draw.module for draw in draws if draw.module)), ""
+    return tuple(dict.fromkeys(draw.module for draw in draws)), ""
 
 
 class ModeWatch:
@@ -93,16 +94,18 @@ class ModeWatch:
         self._model = model
         self._trained: dict[int, bool] = {}
         """Identity of a module -> whether it ever ran in ``train()``."""
-        self._asked = False
-        """Whether any module was asked to train."""
+        self._asked = self._asked_before = False
+        """Whether ``train()`` was called and had an effect on what learns, at all and before the last forward."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         original, own = Module.train, {id(module) for module in self._model.modules()}
+        learning = [module for module in self._model.modules() if _learns(module, recurse=False)]
 
         def train(module: Module, mode: bool = True) -> Module:
-            self._asked |= mode and id(module) in own
-            return original(module, mode)
+            trained = original(module, mode)
+            self._asked |= mode and id(module) in own and any(own.training for own in learning)
+            return trained
 
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._note).remove)
@@ -113,6 +116,7 @@ class ModeWatch:
     def _note(self, module: Module, _: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
+            self._asked_before = self._asked
 
     def evaluating(self) -> tuple[str, ...]:
         """Return the modules that ``RankTrainingMode.evaluating`` describes."""
@@ -120,14 +124,20 @@ class ModeWatch:
         learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
         ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
         if not any(ran.values()):
-            return ("",) if ran and self._asked else ()
-        dropouts = ((name, module) for name, module in modules.items() if isinstance(module, DROPOUT_MODULES))
-        for name, module in dropouts:
+            return ("",) if ran and self._asked_before else ()
+        dropouts = {
+            name: self._trained[id(module)]
+            for name, module in modules.items()
+            if isinstance(module, DROPOUT_MODULES) and module.p and id(module) in self._trained
+        }
+        for name in dropouts if any(dropouts.values()) else ():  # with all of them off, dropout is not wanted
             around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
-            if module.p and id(module) in self._trained and around is not None and _learns(around, recurse=True):
-                ran[name] = self._trained[id(module)]
+            if around is not None and _learns(around, recurse=True):
+                ran[name] = dropouts[name]
+        own = [f"{name}." for name, module in modules.items() if type(module).train is not Module.train]
         # A batch norm alone is often kept in eval() on purpose.
         left = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
+        left = [name for name in left if not any(name.startswith(prefix.lstrip(".")) for prefix in own)]
         return tuple(dict.fromkeys(_outermost(name, ran) for name in left))
 
 
