@@ -83,10 +83,10 @@ def _with_nan(value: Any) -> Any:
     """Return the value with NaN in all its floating tensors, which ``tensors_in`` finds."""
     if isinstance(value, Tensor):
         return value * float("nan") if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_with_nan, value))
     if type(value) in (tuple, list):
         return type(value)(map(_with_nan, value))
+    if isinstance(value, tuple):  # a named one takes its parts one by one
+        return type(value)(*map(_with_nan, value))
     spoiled: Any
     if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
         spoiled = copy.copy(value)
