@@ -24,6 +24,7 @@ from pytest_fsdp_meta.ranks.batches import (
     batch_slice,
     count_labels,
     global_batch,
+    has_stages,
     loss_of,
     own_rows,
     scalar,
@@ -137,9 +138,11 @@ def modules_in_evaluation() -> tuple[str, ...]:
     """Return the modules that this rank has in ``eval()`` when its model trains.
 
     The author's step sets the modes before its first forward with gradients, which is not run. Where that step fails,
-    nothing is returned: the training says so.
+    they are those that it has left: the training says so. Stages of a pipeline would wait for one another's forward.
     """
     rank = current()
+    if has_stages(rank):
+        return ()
     subject = loaded_subject(rank)
     model, own = subject.model, {id(module) for module in subject.model.modules()}
 
