@@ -49,16 +49,19 @@ def comparable_modes(model: Module) -> Iterator[None]:
 
 
 def train_model(model: Module) -> None:
-    """Call ``train()``, as a trainer does before plain steps; what the ranks keep in ``eval()`` stays there.
-
-    On the ranks these are the frozen parts that the loader has put into ``eval()``, beside others that train.
-    """
-    frozen = (module for module in model.modules() if model.training and not module.training and _is_frozen(module))
-    kept = [inside for module in frozen for inside in module.modules() if not inside.training]
-    model.train()
+    """Call ``train()``, as a trainer does before plain steps; what the ranks keep in ``eval()`` stays there."""
     named = innermost_modules(model)
-    for module in (*kept, *(named[name] for name in current().state.get(EVALUATING, ()) if name in named)):
+    kept = [named[name] for name in (*kept_in_evaluation(model), *current().state.get(EVALUATING, ())) if name in named]
+    model.train()
+    for module in kept:
         module.training = False
+
+
+def kept_in_evaluation(model: Module) -> tuple[str, ...]:
+    """Return the modules of frozen parts that the loader has put into ``eval()``, beside others that train."""
+    frozen = (module for module in model.modules() if model.training and not module.training and _is_frozen(module))
+    kept = {id(inside) for module in frozen for inside in module.modules() if not inside.training}
+    return tuple(name for name, module in innermost_modules(model).items() if id(module) in kept)
 
 
 def _is_frozen(module: Module) -> bool:

@@ -10,21 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
-from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step, run_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (
     batch_digest,
-    batch_slice,
     count_labels,
     global_batch,
-    has_stages,
     loss_of,
     own_rows,
     scalar,
@@ -32,9 +28,7 @@ from pytest_fsdp_meta.ranks.batches import (
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
-from pytest_fsdp_meta.ranks.module_watch import innermost_modules
-from pytest_fsdp_meta.ranks.optimizers import make_optimizer
+from pytest_fsdp_meta.ranks.modes import comparable_modes, kept_in_evaluation, train_model
 from pytest_fsdp_meta.worlds import SEED, current, doing
 
 
@@ -130,41 +124,12 @@ def train(
     return run
 
 
-class _FirstForward(BaseException):
-    """Ends a step of the author's where its first forward with gradients begins; no handler of theirs takes it."""
-
-
 def modules_in_evaluation() -> tuple[str, ...]:
-    """Return the modules that this rank has in ``eval()`` when its model trains.
+    """Return the modules that this rank keeps in ``eval()`` while its model trains, as far as the loader has said so.
 
-    The author's step sets the modes before its first forward with gradients, which is not run. Where that step fails,
-    they are those that it has left: the training says so. Stages of a pipeline would wait for one another's forward.
+    What the author's step sets is not known before it runs, and it may count how often it was begun.
     """
-    rank = current()
-    if has_stages(rank):
-        return ()
-    subject = loaded_subject(rank)
-    model, own = subject.model, {id(module) for module in subject.model.modules()}
-
-    def begin(module: Module, _: Any) -> None:
-        if id(module) in own and torch.is_grad_enabled():
-            raise _FirstForward
-
-    optimizer = None if subject.train_step is None else make_optimizer(subject)
-    if optimizer is None:
-        train_model(model)
-    else:
-        doing("the modes of a training step")
-        rows = own_rows(global_batch(subject, 0), 0, batch_slice(subject, rank), rank.device)
-        hook = register_module_forward_pre_hook(begin)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                call_author_step(subject, optimizer, rows, make_beside(subject, optimizer))
-        except (_FirstForward, Exception):
-            pass
-        finally:
-            hook.remove()
-    return tuple(name for name, module in innermost_modules(model).items() if not module.training)
+    return kept_in_evaluation(loaded_subject(current()).model)
 
 
 def _plain_step(
