@@ -160,7 +160,7 @@ def require_gradients(view: View) -> None:
 
 
 def require_training_mode(view: View) -> None:
-    """Raise PartlyJudged if the model had to be compared in eval(), where nobody trains it."""
+    """Raise PartlyJudged if the model had to be compared in eval(), but not in train()."""
     if view.reference.evaluated:
         raise PartlyJudged(f"ranks and reference are compared in eval(), because {view.reference.evaluated}")
 

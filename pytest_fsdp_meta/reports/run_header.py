@@ -134,4 +134,5 @@ def describe_catalogue(catalogue: Catalogue) -> str:
     newest = max(
         (check.since for check in catalogue if check.built_in), key=lambda since: list(map(int, since.split(".")))
     )
-    return f"catalogue {newest} ({counted(len(catalogue.ids()), 'check')}{f', {own} own' if own else ''})"
+    judging = counted(len(catalogue.ids_for(simulated=False)), "check")
+    return f"catalogue {newest} ({judging}{f', {own} own' if own else ''})"

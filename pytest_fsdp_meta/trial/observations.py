@@ -167,8 +167,7 @@ class ObservationRun(TableRun):
         adopted, alone = self._adopt_values(self.seen.reference), self.reference_world
         train, data_parallel_size = on_ranks.reference_training.train_reference, self.loaded[0].data_parallel[1]
         compiled = any(rank.compiled for rank in self.inventory)
-        modes = run_on(self.world, on_ranks.steps.modules_in_evaluation)
-        evaluating = tuple(dict.fromkeys(name for own in modes for name in own))
+        evaluating = tuple(dict.fromkeys(name for rank in self.inventory for name in rank.evaluating))
         given = self._recipe, self.steps, folder, data_parallel_size, adopted, evaluating
         reference = run_on(alone, train, *given, compiled, short="train_step" in self.subject.declared)[0]
         self.see(reference=reference)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         not_finite,
         reference,
         reference_training,
-        steps,
         training,
         training_mode,
     )
@@ -70,7 +69,6 @@ else:
     simulation = ObserverModule("simulation.observe.load")
     state_dict = ObserverModule("checkpoint.observe.state_dict")
     step_collectives = ObserverModule("collectives.observe")
-    steps = ObserverModule("training.observe.steps")
     traces = ObserverModule("tracing.observe.step")
     training = ObserverModule("training.observe.training")
     training_mode = ObserverModule("training.observe.training_mode")
@@ -93,7 +91,6 @@ __all__ = [
     "simulation",
     "state_dict",
     "step_collectives",
-    "steps",
     "traces",
     "training",
     "training_mode",

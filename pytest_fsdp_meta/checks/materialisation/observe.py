@@ -29,6 +29,7 @@ from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
 from pytest_fsdp_meta.ranks.generators import read_all
 from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.mapped import MAPS
+from pytest_fsdp_meta.ranks.modes import kept_in_evaluation
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.precision import precision
@@ -137,6 +138,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
         poison_kept=poison_active,
         compiled=any(map(is_compiled, subject.model.modules())),
+        evaluating=kept_in_evaluation(subject.model),
         computes_in=computes_in,
         reduces_in=reduces_in,
         optimizer=None if built is None else optimizer_facts(built, subject),

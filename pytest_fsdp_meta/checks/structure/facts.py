@@ -147,6 +147,8 @@ class RankInventory:
     """The optimizer that the loader built itself, or None."""
     compiled: bool = False
     """Whether ``torch.compile`` has wrapped a module of it."""
+    evaluating: tuple[str, ...] = ()
+    """The modules of frozen parts that the loader has put into ``eval()``, beside others that train."""
     custom_attributes: tuple[str, ...] = ()
     """The names of all custom attributes on parameters; recorded only if a check asks for attributes."""
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
@@ -28,8 +27,8 @@ from pytest_fsdp_meta.ranks.batches import (
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import comparable_modes, kept_in_evaluation, train_model
-from pytest_fsdp_meta.worlds import SEED, current, doing
+from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
+from pytest_fsdp_meta.worlds import SEED, doing
 
 
 @dataclass
@@ -122,14 +121,6 @@ def train(
     if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run
-
-
-def modules_in_evaluation() -> tuple[str, ...]:
-    """Return the modules that this rank keeps in ``eval()`` while its model trains, as far as the loader has said so.
-
-    What the author's step sets is not known before it runs, and it may count how often it was begun.
-    """
-    return kept_in_evaluation(loaded_subject(current()).model)
 
 
 def _plain_step(
