@@ -14,10 +14,10 @@ FAMILIES = ("structure", "values", "training", "checkpoint")
 EXCEPT = frozenset(
     {
         # They compare ranks or worlds, so that a world of one rank proves nothing.
-        *("same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "dcp_reshards"),
+        *("same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "ranks_skip_alike", "dcp_reshards"),
         # What they find says where it comes from.
         *("dtypes_match_reference", "requires_grad_matches_reference", "parameter_attributes_kept"),
-        *("optimizer_owns_parameters", "state_dict_names_clean"),
+        *("optimizer_owns_parameters", "state_dict_names_clean", "modules_train"),
     }
 )
 LOADING = "the code that builds the model and loads its weights"

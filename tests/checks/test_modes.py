@@ -38,6 +38,16 @@ def test_a_model_that_does_not_train_although_it_was_asked_to():
     assert finding.actual == "trains in eval() although train() was called in the same step"
 
 
+def test_a_step_that_ends_in_evaluation():
+    evidence = in_modes([1], left=True)
+    assert verdict(MODES, evidence).status == "passed"  # as of from_pretrained()
+    inventory = tuple(replace(rank, training=True) for rank in evidence.inventory)
+    [finding] = verdict(MODES, replace(evidence, inventory=inventory)).findings
+    assert (finding.tensor, finding.ranks) == (None, (1,))
+    assert finding.actual == "is left in eval() by a step, and trains there in the next"
+    assert finding.remedy == "call model.train() at the beginning of each step"
+
+
 def test_a_dropout_that_does_not_know_the_mode():
     [finding] = verdict(MODES, in_modes(dropping=("layers.0.drop",))).findings
     assert (finding.tensor, finding.actual) == ("layers.0.drop", "drops elements in eval()")

@@ -187,3 +187,20 @@ def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():
     with modes.watching():
         model(torch.ones(3, 2)).sum().backward()
     assert modes.evaluating() == ("1",)
+
+
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "left"),
+    [((), (False,), True), ((), (False, True), False), ((True,), (False,), False), ((False,), (), False)],
+)
+def test_only_a_step_that_sets_no_mode_before_its_forward_leaves_a_model_in_evaluation(began, before, after, left):
+    model = nn.Sequential(nn.Linear(2, 2)).train(began)
+    watch = ModeWatch(model)
+    with watch.watching():
+        for mode in before:
+            model.train(mode)
+        model(torch.ones(3, 2)).sum().backward()
+        for mode in after:
+            model.train(mode)
+    assert watch.left() == left

@@ -138,6 +138,7 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
         poison_kept=poison_active,
         compiled=any(map(is_compiled, subject.model.modules())),
+        training=subject.model.training,
         evaluating=kept_in_evaluation(subject.model),
         computes_in=computes_in,
         reduces_in=reduces_in,

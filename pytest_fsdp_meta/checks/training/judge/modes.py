@@ -20,15 +20,18 @@ from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_b
     cause="something puts this part into eval() and not back: an evaluation or a sample in between, or a teacher whose "
     "eval() reaches the student, with which it shares modules",
     remedy="call model.train() at the beginning of each step, and eval() only of what does not train",
-    references=["huggingface/trl#5862", "huggingface/trl#1066", "rixwew/pytorch-fm#21"],
+    references=["huggingface/trl#5862", "huggingface/trl#1066", "wkentaro/pytorch-fcn#56", "rixwew/pytorch-fm#21"],
 )
 def modules_train(view: View) -> Iterable[Finding]:
     steps = view.evidence.training_mode or ()
     if not any(t.requires_grad for rank in view.evidence.inventory for t in rank.tensors):
         raise NotJudged("nothing is trainable")
-    left = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
-    for name, ranks in ranks_by(left).items():
+    evaluating = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
+    for name, ranks in ranks_by(evaluating).items():
         yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
+    pairs = zip(view.evidence.inventory, steps, strict=False)
+    if left := tuple(rank for rank, (loaded, step) in enumerate(pairs) if loaded.training and step.left):
+        yield Finding(None, left, _LEFT, "in train()", **_NEVER_BACK)
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
         yield Finding(name or None, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
@@ -41,6 +44,12 @@ def modules_train(view: View) -> Iterable[Finding]:
 
 _PART = "in eval() while the rest of the model trains"
 _WHOLE = "trains in eval() although train() was called in the same step"
+_LEFT = "is left in eval() by a step, and trains there in the next"
+_NEVER_BACK: Explanation = {
+    "cause": "the step ends with an evaluation or a sample, for which it calls eval(), and nothing calls train() "
+    "after it",
+    "remedy": "call model.train() at the beginning of each step",
+}
 _MODE_IGNORED: Explanation = {
     "cause": "a dropout ignores the mode, so evaluation and generation are random too",
     "remedy": "pass training=self.training to F.dropout, and dropout_p=self.p if self.training else 0.0 to "

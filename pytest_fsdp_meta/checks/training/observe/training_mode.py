@@ -66,7 +66,8 @@ def observe_training_mode() -> RankTrainingMode:
     after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
-    return RankTrainingMode(data_parallel, tuple(watch.draws), hidden, modes.evaluating(), dropping, problem, after)
+    draws = tuple(watch.draws)
+    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), modes.left(), dropping, problem, after)
 
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -96,6 +97,8 @@ class ModeWatch:
         """Identity of a module -> whether it ever ran in ``train()``."""
         self._asked = self._asked_before = False
         """Whether ``train()`` was called and had an effect on what learns, at all and before the last forward."""
+        self._set = False
+        """Whether anybody set a mode before the first forward."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -105,6 +108,7 @@ class ModeWatch:
         def train(module: Module, mode: bool = True) -> Module:
             trained = original(module, mode)
             self._asked |= mode and id(module) in own and any(own.training for own in learning)
+            self._set |= id(module) in own and not self._trained
             return trained
 
         with ExitStack() as stack:
@@ -117,6 +121,10 @@ class ModeWatch:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
             self._asked_before = self._asked
+
+    def left(self) -> bool:
+        """Return what ``RankTrainingMode.left`` describes."""
+        return bool(self._trained) and not self._set and not self._model.training
 
     def evaluating(self) -> tuple[str, ...]:
         """Return the modules that ``RankTrainingMode.evaluating`` describes."""
