@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFinite
@@ -67,6 +67,9 @@ SCHEDULED_STEPS = 4
 SECOND_LOAD_FAILED = "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures"
 SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
+MODEL_ALONE = {"saved": "continued", "kept": "continued", "restored": "resumed", "resharded": "resumed"}
+"""Where the second of these fails, the author's functions are called for the model alone. Many expect an optimizer, and
+raise errors without one, of which the earlier failure is the cause."""
 MORE = "an epoch has more batches than are read"
 LEFT = 3
 """Batches: with fewer after the first checkpoint, none follow the second one. Also how many too many are read."""
@@ -106,6 +109,12 @@ class Reloading(TableRun):
         finally:
             self.loads.close()
         self.unavailable.pop("kept", None)  # it is only there for "resharded"
+
+    def take(self, row: Observation[Any]) -> None:
+        super().take(row)
+        failed, earlier = (self.unavailable.get(name, NOT_WANTED) for name in (row.name, MODEL_ALONE.get(row.name, "")))
+        if self._author_saves and failed.error and earlier.error:
+            self.unavailable[row.name] = earlier
 
     def describe_error(self, error: WorldError) -> Unavailable:
         reason = super().describe_error(error)

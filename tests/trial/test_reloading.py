@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -1006,6 +1008,26 @@ def test_a_failing_load_is_reported_by_every_check():
     assert statuses(found) == dict.fromkeys(SAVING, "error")
     message = "raised ArithmeticError in Subject(resume=...): no checkpoint here"
     assert {id: one.reason for id, one in found.items() if message not in one.reason} == {}
+
+
+def test_functions_that_need_an_optimizer_show_no_error_of_ours_after_a_failed_step():
+    """After a failure, they are called for the model alone; without an optimizer, torch's functions raise TypeError."""
+
+    def save(model, optimizer, folder, scheduler):
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+
+    def resume(model, optimizer, folder, scheduler):
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+    def cycle(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=4)
+
+    fields = {"optimizer": torch.optim.AdamW, "scheduler": cycle, "save": save, "resume": resume}
+    found = judged(lambda fsdp: declared(fsdp, build(), **fields), SAVING)
+    assert statuses(found) == dict.fromkeys(SAVING, "error")
+    assert {id: one.reason for id, one in found.items() if "Tried to step 5 times" not in one.reason} == {}
 
 
 @pytest.mark.parametrize(

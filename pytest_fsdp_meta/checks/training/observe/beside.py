@@ -50,6 +50,8 @@ class Beside:
     objects: Mapping[str, Any] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
     """The objects that the reference has as well."""
+    begun: Any = None
+    """The scheduler's state at the beginning of its schedule."""
 
     def after_step(self, subject: Subject) -> None:
         """Step what ``train_step`` does not step by itself."""
@@ -79,8 +81,10 @@ class Beside:
 
     @contextmanager
     def kept_schedule(self, optimizer: Optimizer) -> Iterator[None]:
-        """Put the schedule back at the end: steps that are only looked at must not use up a schedule that ends."""
+        """Begin the schedule again for the block: steps that are only looked at must not use up one that ends."""
         state = None if self.scheduler is None else deepcopy(self.scheduler.state_dict())
+        if self.begun is not None:
+            self.scheduler.load_state_dict(deepcopy(self.begun))
         settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         try:
             yield
@@ -197,7 +201,9 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
     objects: dict[str, Any] = {}
     for name, kept in subject.beside.items():
         objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
-    return Beside(scheduler, objects, frozenset(name for name in objects if not is_stateful(subject.beside[name])))
+    compared = frozenset(name for name in objects if not is_stateful(subject.beside[name]))
+    begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
+    return Beside(scheduler, objects, compared, begun)
 
 
 def _build(name: str, function: Any, model: Module) -> Any:
