@@ -165,7 +165,7 @@ class ReferenceFacts:
     seed: int | None = None
     """The seed that building it has left in torch's generator."""
     evaluated: str = ""
-    """Why it was trained in ``eval()`` to be compared with the ranks, or empty."""
+    """Why it was trained in ``eval()`` to be compared with the ranks, or could not be; else empty."""
     batch_norms: tuple[str, ...] = ()
     """The modules that stay in ``eval()``, because in ``train()`` they normalise by statistics of a rank's own rows."""
 

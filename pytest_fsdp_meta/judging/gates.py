@@ -55,6 +55,8 @@ BEFORE_UPDATES = (
 def comparable_training(view: View) -> Sequence[RankTraining]:
     """Return each rank's training run, or raise if the reference's run is missing or is not comparable with them."""
     runs, reference = view.evidence.training or (), view.reference
+    if reference.losses is None and reference.evaluated:
+        raise NotJudged(f"ranks and reference cannot be compared: {reference.evaluated}")
     if reference.losses is None:
         raise NotJudged("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
     for step, loss in enumerate(reference.losses):

@@ -171,6 +171,8 @@ class ObservationRun(TableRun):
         given = self._recipe, self.steps, folder, data_parallel_size, adopted, evaluating
         reference = run_on(alone, train, *given, compiled, short="train_step" in self.subject.declared)[0]
         self.see(reference=reference)
+        if reference.losses is None:
+            return tuple(run_on(self.world, observe_training, self.steps))
         known = (reference.noise, reference.norm, reference.own_clipping, bool(reference.evaluated))
         runs = tuple(run_on(self.world, observe_training, self.steps, folder, *known))
         if not departs(runs, reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.worlds import Rank
@@ -178,6 +178,27 @@ def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were
     evidence = observe(load_noisy, ["loss_parity", "resume_parity"])
     assert "compared in eval()" in judged(evidence, "loss_parity").reason
     assert judged(evidence, "resume_parity").status == "passed"
+
+
+def test_what_draws_in_training_and_has_no_loss_in_evaluation_is_not_compared():
+    def loss_in_training(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if not model.training:
+            raise KeyError("loss_classifier")
+        return loss(model, batch)
+
+    def load(fsdp: Rank) -> Subject:
+        model = fully_shard(build_noisy(), mesh=fsdp.mesh)
+        return Subject(model, reference=build_noisy, batch=batch, loss=loss_in_training)
+
+    checks = built_in().ids_for(simulated=False)
+    verdicts = judge_all(observe(load, checks), checks)
+    assert {id: one.reason for id, one in verdicts.items() if one.status in ("failed", "error")} == {}
+    assert verdicts["grad_parity"].reason == (
+        "ranks and reference cannot be compared: 1 draws random numbers in train() that change the loss, and "
+        "Subject(loss=...) raises KeyError in eval(): 'loss_classifier'"
+    )
+    for id in ("params_equal_reference", "dcp_round_trip", "resume_parity"):
+        assert verdicts[id].status == "passed", verdicts[id]
 
 
 def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():

@@ -46,8 +46,8 @@ from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms,
 from pytest_fsdp_meta.ranks.optimizers import hooks_left_out, make_optimizer, settings_of
 from pytest_fsdp_meta.ranks.reference_record import Record, RecordWriter, record_at
 from pytest_fsdp_meta.ranks.watching import takes_hooks
-from pytest_fsdp_meta.text import first_of
-from pytest_fsdp_meta.worlds import SEED, current
+from pytest_fsdp_meta.text import first_line, first_of
+from pytest_fsdp_meta.worlds import SEED, CallFailed, cause_of, current
 
 TRIES = 5
 """Seeds with which forwards are compared: by chance, two may skip the same layers."""
@@ -69,7 +69,7 @@ def train_reference(
     rounds of micro-batches of ``data_parallel_size`` ranks; with ``short``, those of half of each rank's rows as well.
     The modules ``evaluating`` on the ranks are in ``eval()`` here, too. Where trainings in ``train()`` cannot be
     compared, as those of some models that are ``compiled`` on the ranks, this one and all that follow in this world are
-    in ``eval()``.
+    in ``eval()``; if that raises, there are no results, and the facts say why.
     """
     rank = current()
     rank.state[EVALUATING] = tuple(evaluating)
@@ -90,7 +90,17 @@ def train_reference(
         with suppress(_DrawsInTraining):
             trained = train_once("", may_draw=False)
     if trained is None:
-        trained = train_once(_describe_draws(recipe, Record(record_at(folder, "values"))), may_draw=True)
+        why = _describe_draws(recipe, Record(record_at(folder, "values")))
+        try:
+            trained = train_once(why, may_draw=True)
+        except CallFailed as error:
+            if not why:
+                raise
+            # Detection models, for example, have a loss in train() only.
+            del rank.state[IN_EVALUATION]
+            cause = cause_of(error)
+            problem = f"{why}, and {error.where} raises {type(cause).__name__} in eval(): {first_line(cause)}"
+            trained = replace(facts, batch_norms=norms, evaluated=problem)
     return_freed_memory(rank.device)  # this world waits while others train
     return trained
 
