@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -87,17 +88,31 @@ def computing_optimizer(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def before_steps(part: Optimizer, hook: Callable[[Optimizer], object]) -> Iterator[None]:
-    """Call the hook before each step of one of the parts, with its gradients as they are then, and before its hooks."""
+    """Call the hook before each step of one of the parts, with its gradients as they are then, and before its hooks.
+
+    A closure, which computes the gradients within the step, comes first.
+    """
     if isinstance(part, Zero3Optimizer):
         watched = part.before_steps(hook)
     else:
 
-        def with_optimizer(optimizer: Optimizer, *_: Any) -> None:
-            hook(optimizer)
+        def with_optimizer(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """Return the arguments of the step, (optimizer, closure), with a closure that calls the hook."""
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if not callable(closure):
+                return hook(optimizer)
+            both = partial(_then_call, closure, partial(hook, optimizer))
+            return ((args[0], both, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": both})
 
         watched = before_other_step_hooks(part, with_optimizer)
     with watched:
         yield
+
+
+def _then_call(closure: Callable[[], Any], hook: Callable[[], object]) -> Any:
+    loss = closure()
+    hook()
+    return loss
 
 
 def unwrapped_optimizer(optimizer: object) -> Optimizer | None:

@@ -110,7 +110,7 @@ def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
 
 @needs("torch.optim:Optimizer._optimizer_step_pre_hooks", spoils=("training",), instead=lambda *_: nullcontext())
 @contextmanager
-def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., None]) -> Iterator[None]:
+def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., Any]) -> Iterator[None]:
     """Call the hook before the optimizer's other hooks at each step; public torch only appends one."""
     handle = optimizer.register_step_pre_hook(hook)
     optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)

@@ -201,27 +201,75 @@ def test_what_draws_in_training_and_has_no_loss_in_evaluation_is_not_compared():
         assert verdicts[id].status == "passed", verdicts[id]
 
 
-def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():
-    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)).eval()
-    model = nn.Sequential(nn.Linear(2, 2), part, nn.BatchNorm1d(2).eval())
+def watched(model: nn.Module) -> ModeWatch:
     modes = ModeWatch(model)
     with modes.watching():
         model(torch.ones(3, 2)).sum().backward()
-    assert modes.evaluating() == ("1",)
+    return modes
 
 
-@pytest.mark.parametrize("began", [True, False])
+def test_a_part_in_evaluation_is_one_part_with_its_batch_norms():
+    part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)).eval()
+    model = nn.Sequential(nn.Linear(2, 2), part, nn.BatchNorm1d(2).eval())
+    assert watched(model).evaluating() == ("1",)
+
+
+class Guided(nn.Linear):
+    """Asks for its mode in a function inside of another one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.choose()(super().forward(input))
+
+    def choose(self) -> Any:
+        return lambda hidden: hidden * 2 if self.training else hidden
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "left"),
-    [((), (False,), True), ((), (False, True), False), ((True,), (False,), False), ((False,), (), False)],
+    ("layers", "acts"),
+    [
+        ([], False),
+        ([nn.LayerNorm(2), nn.BatchNorm1d(2)], False),
+        ([nn.Dropout(0.0)], False),
+        ([nn.Dropout(0.1)], True),
+        ([Scaled(0.1)], True),
+        ([Guided(2, 2)], True),
+    ],
 )
-def test_only_a_step_that_sets_no_mode_before_its_forward_leaves_a_model_in_evaluation(began, before, after, left):
-    model = nn.Sequential(nn.Linear(2, 2)).train(began)
-    watch = ModeWatch(model)
-    with watch.watching():
-        for mode in before:
-            model.train(mode)
-        model(torch.ones(3, 2)).sum().backward()
-        for mode in after:
-            model.train(mode)
-    assert watch.left() == left
+def test_a_part_whose_mode_changes_nothing_may_be_in_either(layers, acts):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), *layers).eval(), nn.Dropout(0.1))
+    assert watched(model).evaluating() == (("1",) if acts else ())
+
+
+def test_a_class_may_keep_a_part_in_evaluation():
+    class Kept(nn.Sequential):
+        def train(self, mode: bool = True) -> Kept:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    part = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    model = Kept(nn.Linear(2, 2), part, nn.Sequential(Guided(2, 2))).train()
+    assert watched(model).evaluating() == ()
+    model[2].eval()
+    assert watched(model).evaluating() == ("2",)
+    assert [module.training for module in model] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (lambda model: model.eval(), ("",)),
+        (lambda model: model[1].eval(), ("1",)),
+        (lambda model: model[1][1].eval(), ("1.1",)),
+        (lambda model: (model.eval(), [part.train() for part in model.children()]), ()),
+        (lambda model: (model.eval(), model.register_forward_pre_hook(lambda own, _: own.train() and None)), ()),
+        (lambda model: model[0].eval(), ()),
+    ],
+)
+def test_what_a_step_leaves_in_evaluation_shows_in_the_next(change, left):
+    part = nn.Sequential(Guided(2, 2), nn.Dropout(0.1), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), part, Guided(2, 2))
+    first = watched(model)
+    change(model)
+    assert first.fallen()
+    assert first.left(watched(model)) == left

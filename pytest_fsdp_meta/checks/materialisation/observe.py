@@ -41,6 +41,8 @@ from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_
 
 LEFT_BY_LOADER = "random states"
 """The key, in a rank's state, of the states of its generators when the loader returned."""
+LEFT_IN_TRAINING = "modules in training"
+"""The key, in a rank's state, of the modules that were in ``train()`` then."""
 SENT_FIELDS = (
     *("reference", "verifier", "export_reference", "batch", "loss"),
     *("optimizer", "max_grad_norm", "scheduler", "beside"),
@@ -99,7 +101,9 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     subject = judgeable_subject(returned)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
-    rank.state.update({"subject": subject, "watch": watch, "draws": draws, LEFT_BY_LOADER: left})
+    training = [module for module in subject.model.modules() if module.training]
+    rank.state |= {"subject": subject, "watch": watch, "draws": draws}
+    rank.state |= {LEFT_BY_LOADER: left, LEFT_IN_TRAINING: training}
     return replace(
         describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
@@ -138,7 +142,6 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         tensors=tuple(replace(tensor, managed=managed.get(tensor.name)) for tensor in inventory.tensors),
         poison_kept=poison_active,
         compiled=any(map(is_compiled, subject.model.modules())),
-        training=subject.model.training,
         evaluating=kept_in_evaluation(subject.model),
         computes_in=computes_in,
         reduces_in=reduces_in,

@@ -147,8 +147,6 @@ class RankInventory:
     """The optimizer that the loader built itself, or None."""
     compiled: bool = False
     """Whether ``torch.compile`` has wrapped a module of it."""
-    training: bool = False
-    """Whether the loader left the model in ``train()``."""
     evaluating: tuple[str, ...] = ()
     """The modules of frozen parts that the loader has put into ``eval()``, beside others that train."""
     custom_attributes: tuple[str, ...] = ()

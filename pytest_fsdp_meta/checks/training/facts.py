@@ -255,8 +255,8 @@ class RankTrainingMode:
     evaluating: tuple[str, ...] = ()
     """The outermost modules that ran in ``eval()`` with parameters of their own that train, or with dropout between
     such, while others ran in ``train()``; "" for all, if ``train()`` was called in the step."""
-    left: bool = False
-    """Whether the model is in ``eval()`` after the step, which set no mode before its forward."""
+    left: tuple[str, ...] = ()
+    """The outermost modules that ran in ``train()``, and in ``eval()`` in the next step of the author's; "" for all."""
     dropping: tuple[str, ...] = ()
     """The modules that drop elements in ``eval()``, in one more forward."""
     evaluation_problem: str = ""

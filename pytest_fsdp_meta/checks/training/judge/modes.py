@@ -29,9 +29,9 @@ def modules_train(view: View) -> Iterable[Finding]:
     evaluating = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
     for name, ranks in ranks_by(evaluating).items():
         yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
-    pairs = zip(view.evidence.inventory, steps, strict=False)
-    if left := tuple(rank for rank, (loaded, step) in enumerate(pairs) if loaded.training and step.left):
-        yield Finding(None, left, _LEFT, "in train()", **_NEVER_BACK)
+    left = [(rank, name) for rank, step in enumerate(steps) for name in step.left]
+    for name, ranks in ranks_by(left).items():
+        yield Finding(name or None, ranks, _LEFT, "in train()", **_NEVER_BACK)
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
         yield Finding(name or None, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer
 from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.worlds import current
 
 
 def run_author_step(
@@ -72,6 +74,13 @@ def call_author_step(subject: Subject, optimizer: Optimizer, rows: dict[str, Any
     handed = optimizer if built_optimizer(subject) is None else subject.optimizer
     by_name = beside.arguments(subject, subject.train_step)
     return call_field("train_step", subject.train_step, subject.model, handed, rows, **by_name)
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Return whether it is true on any rank: all have to agree whether a further step follows."""
+    flags = torch.tensor(float(flag), device=current().device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 _HINTS = {

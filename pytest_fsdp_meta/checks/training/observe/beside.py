@@ -82,16 +82,18 @@ class Beside:
     @contextmanager
     def kept_schedule(self, optimizer: Optimizer) -> Iterator[None]:
         """Begin the schedule again for the block: steps that are only looked at must not use up one that ends."""
+        groups = optimizer.param_groups
+        # Copies, because a rate may be a tensor; before the schedule begins again, which may set the rate.
+        settings = [{key: deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
         state = None if self.scheduler is None else deepcopy(self.scheduler.state_dict())
         if self.begun is not None:
             self.scheduler.load_state_dict(deepcopy(self.begun))
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         try:
             yield
         finally:
             if state is not None:
                 self.scheduler.load_state_dict(state)
-                for group, own in zip(optimizer.param_groups, settings, strict=True):
+                for group, own in zip(groups, settings, strict=True):
                     group.update(own)
 
     def states(self) -> dict[str, Any]:

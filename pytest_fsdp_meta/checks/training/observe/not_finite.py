@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import StepNotFinite
-from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import call_author_step, on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, rows_of_step
@@ -36,7 +34,7 @@ def observe_not_finite() -> StepNotFinite:
     steps: list[bool | None] = []
     for bad in dict.fromkeys((0, data_parallel[1] - 1)):
         # Where one rank does not call the model, none may wait for another step of it.
-        if steps and _on_any_rank(steps[0] is not False, rank):
+        if steps and on_any_rank(steps[0] is not False):
             break
         steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
     moved = tuple(step for step in steps if step is not None)
@@ -65,13 +63,6 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
         hook.remove()
     reshard(subject.model)
     return _digests(subject, rank) != before if called else None
-
-
-def _on_any_rank(flag: bool, rank: Rank) -> bool:
-    """Return whether it is true on any rank: all have to agree whether a second step follows."""
-    flags = torch.tensor(float(flag), device=rank.device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
 
 
 def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:

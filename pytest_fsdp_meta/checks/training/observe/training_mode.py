@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, resharded_subject
+from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, LEFT_IN_TRAINING, resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
-from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, rows_of_step
-from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_states
+from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, train_model, with_dropout
@@ -28,27 +33,48 @@ from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 
 DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
-DROPPING = ("dropout", "bernoulli", "attention")
-"""Parts of the names of the operators by which a dropout draws."""
+DROPPING = ("dropout", "bernoulli_", "attention")
+"""Parts of the names of the operators by which a dropout draws. ``bernoulli``, by given probabilities, is none."""
 
 
 def observe_training_mode() -> RankTrainingMode:
-    """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards."""
+    """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards.
+
+    A module that the author's step leaves in ``eval()`` shows in a second one.
+    """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
     rows = rows_of_step(subject, 0, data_parallel, rank.device)
     drop_gradients(subject.model)
     if subject.train_step is None:
         train_model(subject.model)
+    else:
+        for module in rank.state[LEFT_IN_TRAINING]:  # earlier steps may have ended in eval()
+            module.training = True
     doing("a step with dropout")
-    set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)  # batch() draws, too
+    set_all(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
     modes = ModeWatch(subject.model)
-    with (
-        deterministic(),
-        with_dropout(subject.model, rank.device),
-        modes.watching(),
-        watching_draws(subject.model, rank.device) as watch,
-    ):
+    with modes.watching(), watching_draws(subject.model, rank.device) as watch:
+        optimizer = _step_with_dropout(subject, rank, rows)
+        hidden = watch.hidden
+    reshard(subject.model)
+    after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
+    left: tuple[str, ...] = ()
+    if optimizer is not None and subject.train_step is not None and on_any_rank(modes.fallen()):
+        doing("a second step with dropout")
+        next_modes = ModeWatch(subject.model)
+        with next_modes.watching():
+            _step_with_dropout(subject, rank, rows)
+        left = modes.left(next_modes)
+    drew = (watch.draws or hidden) and not has_stages(rank)
+    dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
+    draws = tuple(watch.draws)
+    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after)
+
+
+def _step_with_dropout(subject: Subject, rank: Rank, rows: dict[str, Any]) -> Optimizer | None:
+    """Run a step as in production; return the optimizer, or None if nothing is trainable."""
+    with deterministic(), with_dropout(subject.model, rank.device):
         optimizer = last_optimizer(subject, rank)
         if optimizer is None:
             with torch.no_grad():
@@ -61,13 +87,7 @@ def observe_training_mode() -> RankTrainingMode:
             beside = last_beside(subject, rank, optimizer)
             with beside.kept_schedule(optimizer):
                 run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
-        hidden = watch.hidden
-    reshard(subject.model)
-    after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
-    drew = (watch.draws or hidden) and not has_stages(rank)
-    dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
-    draws = tuple(watch.draws)
-    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), modes.left(), dropping, problem, after)
+    return optimizer
 
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -93,67 +113,120 @@ class ModeWatch:
 
     def __init__(self, model: Module) -> None:
         self._model = model
+        self._own = {id(module) for module in model.modules()}
         self._trained: dict[int, bool] = {}
         """Identity of a module -> whether it ever ran in ``train()``."""
         self._asked = self._asked_before = False
         """Whether ``train()`` was called and had an effect on what learns, at all and before the last forward."""
-        self._set = False
-        """Whether anybody set a mode before the first forward."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        original, own = Module.train, {id(module) for module in self._model.modules()}
+        original = Module.train
         learning = [module for module in self._model.modules() if _learns(module, recurse=False)]
 
         def train(module: Module, mode: bool = True) -> Module:
             trained = original(module, mode)
-            self._asked |= mode and id(module) in own and any(own.training for own in learning)
-            self._set |= id(module) in own and not self._trained
+            self._asked |= mode and id(module) in self._own and any(own.training for own in learning)
             return trained
 
         with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._note).remove)
+            stack.callback(register_module_forward_hook(self._note).remove)
             stack.callback(setattr, Module, "train", original)
             Module.train = train
             yield
 
-    def _note(self, module: Module, _: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    def _note(self, module: Module, *_: Any) -> None:
+        """Note the mode after the forward: hooks before it may set it."""
+        if id(module) in self._own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
             self._asked_before = self._asked
 
-    def left(self) -> bool:
-        """Return what ``RankTrainingMode.left`` describes."""
-        return bool(self._trained) and not self._set and not self._model.training
-
     def evaluating(self) -> tuple[str, ...]:
         """Return the modules that ``RankTrainingMode.evaluating`` describes."""
-        modules, norms = innermost_modules(self._model), set(map(id, batch_norms(self._model).values()))
-        learning = [name for name, module in modules.items() if _learns(module, recurse=False)]
-        ran = {name: self._trained[id(modules[name])] for name in learning if id(modules[name]) in self._trained}
+        ran, between = self._ran()
         if not any(ran.values()):
             return ("",) if ran and self._asked_before else ()
-        dropouts = {
-            name: self._trained[id(module)]
-            for name, module in modules.items()
-            if isinstance(module, DROPOUT_MODULES) and module.p and id(module) in self._trained
+        if any(between.values()):  # with all of them off, dropout is not wanted
+            ran |= between
+        return self._parts([name for name, trained in ran.items() if not trained], ran)
+
+    def fallen(self) -> bool:
+        """Return whether anything that ran in ``train()`` is in ``eval()`` now."""
+        return any(not module.training for module in self._model.modules() if self._trained.get(id(module)))
+
+    def left(self, later: ModeWatch) -> tuple[str, ...]:
+        """Return the modules that ``RankTrainingMode.left`` describes, of which ``later`` saw the next step."""
+        before, (ran, between) = ChainMap(*self._ran()), later._ran()
+        if ran and not any(ran.values()) and any(before.values()):
+            return ("",)
+        ran |= between
+        return self._parts([name for name, trained in ran.items() if before.get(name) and not trained], ran)
+
+    def _ran(self) -> tuple[dict[str, bool], dict[str, bool]]:
+        """Map what ran to whether it did in ``train()``: what learns, and what acts by its mode between that."""
+        modules = innermost_modules(self._model)
+        ran = {name: self._trained[id(module)] for name, module in modules.items() if id(module) in self._trained}
+        learning = {name: trained for name, trained in ran.items() if _learns(modules[name], recurse=False)}
+        between = {
+            name: trained
+            for name, trained in ran.items()
+            if not any(True for _ in modules[name].parameters())
+            and _acts_by_mode(modules[name])
+            and (around := modules.get(name.rpartition(".")[0])) is not None  # it is where it takes no hooks
+            and _learns(around, recurse=True)
         }
-        for name in dropouts if any(dropouts.values()) else ():  # with all of them off, dropout is not wanted
-            around = modules.get(name.rpartition(".")[0])  # None where it takes no hooks
-            if around is not None and _learns(around, recurse=True):
-                ran[name] = dropouts[name]
-        own = [f"{name}." for name, module in modules.items() if type(module).train is not Module.train]
+        return learning, between
+
+    def _parts(self, names: Sequence[str], ran: Mapping[str, bool]) -> tuple[str, ...]:
+        """Return the outermost modules around these in which nothing trained, if anything in them acts by its mode."""
+        if not names:
+            return ()
+        modules, norms = innermost_modules(self._model), set(map(id, batch_norms(self._model).values()))
         # A batch norm alone is often kept in eval() on purpose.
-        left = [name for name, trained in ran.items() if not trained and id(modules[name]) not in norms]
-        left = [name for name in left if not any(name.startswith(prefix.lstrip(".")) for prefix in own)]
-        return tuple(dict.fromkeys(_outermost(name, ran) for name in left))
+        kept = norms | _kept_by_own_train(self._model)
+        parts = dict.fromkeys(_outermost(name, ran) for name in names if id(modules[name]) not in kept)
+        return tuple(part for part in parts if part not in modules or any(map(_acts_by_mode, modules[part].modules())))
 
 
 def _learns(module: Module, recurse: bool) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse))
 
 
-def _outermost(name: str, trained: dict[str, bool]) -> str:
+def _kept_by_own_train(model: Module) -> set[int]:
+    """Return the modules that are in ``eval()`` after ``train()`` of a class that overrides it."""
+    if all(type(module).train is Module.train for module in model.modules()):
+        return set()
+    before = {module: module.training for module in model.modules()}
+    model.train()
+    kept = {id(module) for module in model.modules() if not module.training}
+    for module, mode in before.items():
+        module.training = mode
+    return kept
+
+
+def _acts_by_mode(module: Module) -> bool:
+    """Return whether the module itself does something else in ``train()``; batch norms do not count."""
+    if isinstance(module, DROPOUT_MODULES):
+        return bool(module.p)
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return bool(module.dropout)
+    bases = takewhile(lambda base: base is not Module, type(module).__mro__)
+    authors = [base for base in bases if not base.__module__.startswith("torch.")]
+    return any(_asks_mode(inspect.unwrap(own)) for base in authors for own in vars(base).values() if callable(own))
+
+
+def _asks_mode(function: Any) -> bool:
+    """Return whether a function reads an attribute ``training``."""
+    codes = [getattr(function, "__code__", None)]
+    while codes:
+        if (code := codes.pop()) is not None:
+            if "training" in code.co_names:
+                return True
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return False
+
+
+def _outermost(name: str, trained: Mapping[str, bool]) -> str:
     """Return the outermost module around this one in which nothing trained."""
     parts = name.split(".")
     for end in range(1, len(parts)):
