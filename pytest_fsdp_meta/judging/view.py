@@ -33,11 +33,12 @@ class NotJudged(Exception):
 class NotDeclared(NotJudged):
     """Raised if there is nothing to judge until the author declares a field of Subject.
 
-    ``so`` is appended to the message and states what follows from the missing declaration.
+    ``so`` is appended to the message and states what follows from the missing declaration. If the field is declared in
+    a form that cannot be judged, ``instead`` is the message.
     """
 
-    def __init__(self, field: str, so: str = "") -> None:
-        super().__init__(f"{not_declared(field).summary}{so}")
+    def __init__(self, field: str, so: str = "", instead: str = "") -> None:
+        super().__init__(instead or f"{not_declared(field).summary}{so}")
 
 
 class Blocked(NotJudged):

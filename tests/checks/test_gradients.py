@@ -513,6 +513,14 @@ def test_a_short_step_that_divides_by_the_size_of_a_full_one():
     ]
 
 
+def test_a_short_step_that_never_reduces():
+    evidence = short_step(())
+    lost = replace(evidence.training[0].short, without_gradient=(MIDDLE,))
+    [finding] = verdict(ACCUMULATION, on_runs(evidence, None, short=lost)).findings
+    assert (finding.tensor, finding.actual) == (MIDDLE, "no gradient in a step with half of the rows")
+    assert "the last micro-batch of a full window only" in finding.cause
+
+
 def test_a_short_step_of_an_optimizer_that_already_has_state_is_not_compared():
     optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
     differing = short_step(remeasured(healthy(), MIDDLE, apart=2.0).training[0].gradients, optimizer=optimizer)

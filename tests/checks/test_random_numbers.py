@@ -93,9 +93,10 @@ def of_the_same_rows(evidence: Evidence) -> Evidence:
         redrawn(healthy(mesh={"ep": 2}), [1], state="one number later"),
         of_the_same_rows(redrawn(healthy(), [1], operand="rows of slice 0")),
         redrawn(healthy(), operand="", **ONE_SEED),
+        redrawn(healthy(), for_all_rows=True, **ONE_SEED),
         redrawn(healthy(), operand="a weight that all ranks hold", **ONE_SEED),
     ],
-    ids=["other experts", "declared to have the same rows", "a module skipped on all ranks", "not for rows"],
+    ids=["other experts", "declared to have the same rows", "a module skipped on all ranks", "one number for all rows", "not for rows"],
 )
 def test_ranks_that_may_draw_anything(evidence):
     found = verdict(FOLLOW, evidence)

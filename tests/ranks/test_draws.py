@@ -126,6 +126,46 @@ def test_draws_that_a_backward_repeats_are_those_of_the_same_module():
     assert watch.draws[0].state == watch.draws[1].state
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds activations and their gradients by chance."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden + torch.rand_like(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + torch.rand_like(gradient)
+
+
+def test_a_backward_that_draws_for_itself_repeats_nothing():
+    model = nn.Sequential(Drawing(lambda hidden: Rounded.apply(hidden) ** 2))
+    with watching_draws(model, CPU) as watch:
+        model(ACTIVATION.clone().requires_grad_()).sum().backward()
+    assert [(draw.operator, draw.again) for draw in watch.draws] == [("rand_like", False)] * 2
+    with watching_draws(model, CPU) as watch:
+        checkpoint(model[0], ACTIVATION.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert [draw.again for draw in watch.draws] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("draw", "for_all_rows"),
+    [
+        (masked, False),
+        (masked_by_a_probability, False),
+        (path_dropped, False),
+        (functional.dropout, False),
+        (functional.dropout1d, False),
+        (lambda hidden: hidden * (torch.rand(()) > 0.1), True),
+        (lambda hidden: hidden * (torch.rand(1, 1, 4) > 0.1), True),
+        (lambda hidden: hidden + torch.rand(4), True),
+        (lambda hidden: hidden[:1] * torch.rand(1, 3, 4), False),
+    ],
+)
+def test_numbers_for_all_rows(draw, for_all_rows):
+    assert [draw.for_all_rows for draw in drawn(draw)] == [for_all_rows]
+
+
 def test_what_draws_nothing():
     assert not drawn(nn.Dropout(0.0), nn.Linear(4, 4))
     model = nn.Sequential(nn.Dropout(0.5)).eval()

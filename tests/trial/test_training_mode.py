@@ -201,6 +201,17 @@ def test_what_draws_in_training_and_has_no_loss_in_evaluation_is_not_compared():
         assert verdicts[id].status == "passed", verdicts[id]
 
 
+def test_what_draws_in_evaluation_too_is_not_compared():
+    def noisy_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss(model, batch) * torch.rand(())
+
+    found = judged(observed(["loss_parity"], loss=noisy_loss), "loss_parity")
+    assert (found.status, found.why) == ("skipped", "not applicable")
+    assert found.reason.endswith(
+        "that change the loss, in eval() as well; take noise from batch(step), which ranks and reference share"
+    )
+
+
 def watched(model: nn.Module) -> ModeWatch:
     modes = ModeWatch(model)
     with modes.watching():

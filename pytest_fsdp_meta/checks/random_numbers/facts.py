@@ -34,6 +34,8 @@ class Draw:
     """A digest of the tensor that the numbers are applied to, such as the input of a dropout; empty if unknown."""
     again: bool = False
     """Whether the backward drew, where it computes a part of the forward again."""
+    for_all_rows: bool = False
+    """Whether the numbers are applied to several rows at once, as the factor of a whole layer is."""
     by_dtensor: bool = False
     """Whether a DTensor ran the operator on its shard. Only on accelerators does it give each shard its own numbers."""
 

@@ -54,6 +54,8 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     pairs = [pair for pair in _pairs(steps) if pair.draws[0].operand and pair.draws[1].operand]
     together = [p for p in pairs if _one_computation(steps, places, p.ranks) and _same_operand(p)]
     apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p) and not _mesh_ignored(p)]
+    # One device draws these once for all rows, and ranks that are seeded alike do the same.
+    apart = [p for p in apart if not any(draw.for_all_rows for draw in p.draws)]
     judged = [p for p in apart if all(_seeded_for_training(view, draw) for draw in p.draws)]
     alike = [p for p in judged if _same_numbers(p)]
     of_one_slice = {p.ranks for p in alike if len({steps[rank].data_parallel for rank in p.ranks}) == 1}

@@ -74,11 +74,15 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         if not self._unapplied:
             return func(*args, **kwargs)
         taken = list(tensors_in((args, tuple(kwargs.values()))))
-        drawn = {self._unapplied[key][0] for key in map(_address, taken) if key in self._unapplied}
-        operand = self._operand(taken) if drawn else ""  # before the call, which may overwrite it
+        drawn = {self._unapplied[key][0]: t.shape for t in taken if (key := _address(t)) in self._unapplied}
+        held = self._held(taken) if drawn else []
+        operand = " ".join(map(digest, held))  # before the call, which may overwrite it
+        shapes = [tensor.shape for tensor in held]
         out = func(*args, **kwargs)
-        for number in drawn:
+        for number, shape in drawn.items():
             self._apply(number, operand, out)
+            if any(_repeats_over_rows(shape, other) for other in shapes):
+                self.draws[number] = replace(self.draws[number], for_all_rows=True)
         return out
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,26 +106,27 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
                     seed=(seed := seed_of(kind) if own is None else own.initial_seed()),
                     seeded=own is not None or seed != SEED,
                     by_dtensor=self._dtensor_operator is func,
-                    again=is_in_backward(),
+                    # A backward that draws for itself runs outside of modules, without gradients.
+                    again=is_in_backward() and (torch.is_grad_enabled() or bool(module)),
                 )
             )
             self._calls[module] += 1
             # What is overwritten with random numbers, as by bernoulli_(), is nothing that they are applied to.
             written = set(map(_address, made))
-            self._apply(len(self.draws) - 1, self._operand(t for t in taken if _address(t) not in written), out)
+            held = self._held(t for t in taken if _address(t) not in written)
+            self._apply(len(self.draws) - 1, " ".join(map(digest, held)), out)
         self._dtensor_operator = None
         return out
 
     def _states(self, own: Any) -> States:
         return read_states(self._device) if own is None else {OWN_GENERATOR: own.get_state()}
 
-    def _operand(self, taken: Iterable[Tensor]) -> str:
-        """Return a digest of the tensors that tell ranks apart.
+    def _held(self, taken: Iterable[Tensor]) -> list[Tensor]:
+        """Return the tensors that tell ranks apart.
 
         Constants, such as the probability of each element or the ones that a mask is made of, do not.
         """
-        held = [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and _varies(t)]
-        return " ".join(map(digest, held))
+        return [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and _varies(t)]
 
     def _apply(self, number: int, operand: str, out: Any) -> None:
         """Note what the numbers of a draw are applied to; without an operand, that follows with what ``out`` is for."""
@@ -163,6 +168,11 @@ class DrawsWithoutDropout:
         yield
         if before:
             self._drew = bool(changed_generators(before, read_states(self._device)))
+
+
+def _repeats_over_rows(drawn: torch.Size, operand: torch.Size) -> bool:
+    rows = operand[0] if operand else 1
+    return rows > 1 and (len(drawn) < len(operand) or drawn[0] == 1)
 
 
 def _address(tensor: Tensor) -> int:

@@ -52,7 +52,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
                 name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
     found = list(_wrong_accumulation(view, runs, recorded))
-    changing = next(_changed_by_forward(view), None)
+    changing = next(changed_by_forward(view), None)
     if found and changing is not None:
         raise NotJudged(
             f"every forward changes {changing}, and accumulation takes more forwards than the reference for the same "
@@ -81,7 +81,7 @@ def _unexplained(
     """Yield what was ``found`` after the steps, unless something else explains it."""
     unless_explained(view, runs, found, what, (c for one in recorded for c in one.gradients), GRADIENT_TOLERANCE)
     if found and (loaded := describe_loaded_state(view)):  # the gradients are those of weights that have trained
-        yield from (finding for finding in found if finding.actual == _NO_GRADIENT)
+        yield from (finding for finding in found if finding.actual.startswith("no gradient "))
         raise PartlyJudged(f"{describe_difference(what, found)}: {loaded}")
     yield from found
 
@@ -94,8 +94,9 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     recorded = _recorded([run.short for run in runs], refusing, ", so no step can be half as long")
     limits = limits_of(view, "short")
     pairs = _comparisons(view, recorded, view.names("parameter", but=excused_gradients(view, runs)))
-    found = [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
-    changing = next(_changed_by_forward(view), None)
+    found = list(_lost(view.reference.gradients, runs, recorded, _SHORT, _NEVER_LAST))
+    found += [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
+    changing = next(changed_by_forward(view), None)
     if found and changing is not None:
         raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
     if found and view.failed:
@@ -103,7 +104,7 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
 
 
-def _changed_by_forward(view: View) -> Iterator[str]:
+def changed_by_forward(view: View) -> Iterator[str]:
     """Yield the buffers, and other untrained tensors, that change in the reference."""
     after = view.reference.after
     for tensor in view.reference_inventory.tensors:
@@ -131,12 +132,23 @@ def _wrong_accumulation(
     limits = limits_of(view, "accumulated")
     names = view.names("parameter", only=view.reference.gradients, but=excused_gradients(view, runs))
     pairs = _comparisons(view, recorded, names)
+    yield from _lost(names, runs, recorded, _AT_THE_END, _STAYS_OFF)
+    for name in names:
+        yield from _wrong_sums(name, pairs.get(name, []), limits, _AT_THE_END, _OVERWRITTEN)
+
+
+def _lost(
+    names: Iterable[str],
+    runs: Sequence[RankTraining],
+    recorded: Sequence[Accumulation],
+    when: str,
+    explanation: Explanation,
+) -> Iterator[Finding]:
+    """Yield the gradients that are missing, although the first step had them."""
     for name in names:
         lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
-        lost = [rank for rank in lost if name not in runs[rank].without_gradient]
-        if lost:
-            yield Finding(name, tuple(lost), _NO_GRADIENT, _MEAN, **_STAYS_OFF)
-        yield from _wrong_sums(name, pairs.get(name, []), limits, "after the last micro-batch", _OVERWRITTEN)
+        if ranks := tuple(rank for rank in lost if name not in runs[rank].without_gradient):
+            yield Finding(name, ranks, f"no gradient {when}", _MEAN, **explanation)
 
 
 def _wrong_sums(
@@ -158,7 +170,7 @@ _FULL_SIZE: Explanation = {
     "remedy": "divide by the micro-batches, or the tokens, that the window really has; if yours never ends early, skip "
     "this check with that reason",
 }
-_NO_GRADIENT = "no gradient after the last micro-batch"
+_AT_THE_END = "after the last micro-batch"
 _MEAN = "the mean over the micro-batches"
 _NOT_OFF: Explanation = {
     "cause": "the switch (FSDP2's set_requires_gradient_sync) has no effect: each micro-batch costs a reduction",
@@ -170,6 +182,11 @@ _OVERWRITTEN: Explanation = {
     "a cached copy of a weight from before the last step",
     "remedy": "change gradients once per step, after the last backward: no zero_grad() between micro-batches, no "
     "hook that changes p.grad in each backward, and no copies of weights that outlive a step",
+}
+_NEVER_LAST: Explanation = {
+    "cause": "the reduction is turned on for the last micro-batch of a full window only (an index or a count that a "
+    "shorter window does not reach)",
+    "remedy": "ask for the last micro-batch that the window really has",
 }
 _STAYS_OFF: Explanation = {
     "cause": "the reduction is not turned on again for the last micro-batch, so gradients stay unreduced inside FSDP",

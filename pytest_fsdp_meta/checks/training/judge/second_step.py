@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
+from pytest_fsdp_meta.checks.training.judge.accumulation import changed_by_forward
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, SecondStep
@@ -63,6 +64,11 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         raise NotJudged(f"{message} (see update_parity)")
     found, compared = list(_wrong_gradients(view, runs, seconds)), (c for one in seconds for c in one.gradients)
     unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
+    changing = next(changed_by_forward(view), None)
+    if found and changing is not None and any(max(run.backwards, default=0) > 1 for run in runs):
+        raise NotJudged(
+            f"every forward changes {changing}, and train_step runs more forwards than the reference for the same rows"
+        )
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
 

@@ -118,7 +118,7 @@ class FirstBatchAgain:
             return Accumulation(refused=f"{type(cause).__name__}: {first_line(cause)}")
         finally:
             reshard(subject.model)
-        return Accumulation(seen.gradients)
+        return Accumulation(seen.gradients, seen.without_gradient)
 
     def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
         """Let the author's step train on the batch, so that clipping hides no wrong scale.
@@ -175,6 +175,7 @@ class _GradientsOfStep(StepObserver):
         self._model = model
         self._record = record
         self.gradients: tuple[Comparison, ...] = ()
+        self.without_gradient: tuple[str, ...] = ()
         self.norms: list[float] = []
 
     def after_backward(self, step: int) -> None:
@@ -183,6 +184,7 @@ class _GradientsOfStep(StepObserver):
         if not self.gradients:
             whole = ((name, replace(part, local=part.local / self.gradient_scale)) for name, part in parts)
             self.gradients = compare_gradients(whole, self._record)
+            self.without_gradient = without_gradient(self._model, parts)
 
     @property
     def scaled(self) -> bool:

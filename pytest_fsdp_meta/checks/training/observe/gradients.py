@@ -44,14 +44,23 @@ def without_gradient(model: Module, gradients: Iterable[tuple[str, Part]]) -> tu
     return tuple(name for name, t in trainable if name not in known and parts.of(name, t).local.numel())
 
 
-def contains(part: Part, name: str, first: Record, second: Record) -> bool:
-    """Return whether this gradient is the second step's plus all of the first's, as if it had not been zeroed."""
+def contains(part: Part, name: str, first: Record, second: Record, clipped: bool = False) -> bool:
+    """Return whether this gradient is the second step's plus all of the first's, as if it had not been zeroed.
+
+    The norm of the sum is another one, so ``clipped`` gradients are multiples of both, by factors that are fitted.
+    """
     if not (name in first and name in second and first.shape(name) == second.shape(name) == part.shape):
         return False
     ours = comparable(local_part(part.local).cpu()).double()
     old, new = (comparable(read_part(part, record, name)).double() for record in (first, second))
     if not ours.numel() or not ours.shape == old.shape == new.shape:
         return False
+    if clipped:
+        both = torch.stack([old.flatten(), new.flatten()], 1)
+        of_old, of_new = torch.linalg.lstsq(both, ours.flatten()[:, None]).solution.flatten().tolist()
+        if ours.numel() < 2 * both.shape[1] or not min(of_old, of_new) > LEFT_OVER:
+            return False
+        old, new = of_old * old, of_new * new
     return bool((ours - new - old).norm() <= LEFT_OVER * old.norm() and (ours - new).norm() > ADDED * old.norm() > 0)
 
 

@@ -90,23 +90,34 @@ def train_reference(
         with suppress(_DrawsInTraining):
             trained = train_once("", may_draw=False)
     if trained is None:
-        why = _describe_draws(recipe, Record(record_at(folder, "values")))
-        try:
+        values = Record(record_at(folder, "values"))
+        why = _describe_draws(recipe, values)
+        problem = _describe_evaluation(recipe, values, data_parallel_size) if why else ""
+        if problem:
+            trained = replace(facts, batch_norms=norms, evaluated=f"{why}, {problem}")
+        else:
             trained = train_once(why, may_draw=True)
-        except CallFailed as error:
-            if not why:
-                raise
-            # Detection models, for example, have a loss in train() only.
-            del rank.state[IN_EVALUATION]
-            cause = cause_of(error)
-            problem = f"{why}, and {error.where} raises {type(cause).__name__} in eval(): {first_line(cause)}"
-            trained = replace(facts, batch_norms=norms, evaluated=problem)
     return_freed_memory(rank.device)  # this world waits while others train
     return trained
 
 
+def _describe_evaluation(recipe: Mapping[str, bytes], values: Record, data_parallel_size: int) -> str:
+    """Return why ranks and reference cannot be compared in ``eval()`` either, or empty."""
+    rank = current()
+    rank.state[IN_EVALUATION] = True
+    try:
+        # Ranks with the same rows draw the same numbers there.
+        draws = _describe_draws(recipe, values) if data_parallel_size > 1 else ""
+        return "in eval() as well; take noise from batch(step), which ranks and reference share" if draws else ""
+    except CallFailed as error:  # detection models, for example, have a loss in train() only
+        cause = cause_of(error)
+        return f"and {error.where} raises {type(cause).__name__} in eval(): {first_line(cause)}"
+    finally:
+        del rank.state[IN_EVALUATION]
+
+
 def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
-    """Return which modules draw random numbers in ``train()`` although dropout is off, if these change the loss.
+    """Return which modules draw random numbers although dropout is off, if these change the loss.
 
     Layers that are skipped with probability zero draw numbers that change nothing.
     """

@@ -24,6 +24,7 @@ from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatc
 from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
 from pytest_fsdp_meta.checks.training.observe.gradients import (
     ADDED,
+    LEFT_OVER,
     contains,
     gradient_norm,
     gradients_of,
@@ -259,13 +260,15 @@ class _RankSteps(StepObserver):
         comparisons = self.compared["second"]
         sizes = {c.name: c.measure.truth for c in self.compared["gradients"] if c.measure is not None}
         measured = ((c.name, c.measure.apart) for c in comparisons if c.measure is not None)
-        off = {name for name, apart in measured if apart > ADDED * sizes.get(name, 0.0)}
-        left_over = tuple(name for name, part in gradients if name in off and contains(part, name, first, second))
+        clipped = self._subject.max_grad_norm is not None  # which makes what is left over small
+        least = LEFT_OVER if clipped else ADDED
+        off = {name for name, apart in measured if apart > least * sizes.get(name, 0.0)}
+        kept = (name for name, part in gradients if name in off and contains(part, name, first, second, clipped))
         self.second = SecondStep(
             parameters=self.compared["first_updates"],
             gradients=comparisons,
             without_gradient=without_gradient(self._model, gradients),
-            left_over=left_over,
+            left_over=tuple(kept),
         )
 
 
