@@ -71,14 +71,14 @@ def test_unexpected_results():
     ):
         assert list(other.unexpected("transformers")) == [f"{other.name}: {other.not_judged}"]
     killed = ArchitectureResult("xlstm", errors={"loss_parity": "why", "dtensor_placements": "rank 1 was killed"})
-    assert list(killed.unexpected("plain")) == ["rwkv: dtensor_placements: error: rank 1 was killed"]
+    assert list(killed.unexpected("plain")) == ["xlstm: dtensor_placements: error: rank 1 was killed"]
     unsaved = ArchitectureResult("mixtral", errors={"dcp_reshards": "key: a.b has overlapping chunks: ..."})
     assert list(unsaved.unexpected("transformers-tp")) == []
     assert list(unsaved.unexpected("transformers")) == [
         f"mixtral: dcp_reshards: error: {unsaved.errors['dcp_reshards']}"
     ]
     assert list(ArchitectureResult("llama4", errors={"loss_parity": "why"}).unexpected("transformers-tp")) == []
-    assert list(ArchitectureResult("rwkv").unexpected("plain")) == ["rwkv: can be trained now"]
+    assert list(ArchitectureResult("xlstm").unexpected("plain")) == ["xlstm: can be trained now"]
 
 
 def test_what_was_accepted_of_other_classes(monkeypatch, tmp_path):
@@ -217,7 +217,7 @@ def test_the_page_accounts_for_every_check():
         ArchitectureResult(
             "falcon_h1", passed=ids[1:], findings={"no_uninitialized_memory": [f"a.{n}: <bad>" for n in range(5)]}
         ),
-        ArchitectureResult("rwkv", passed=ids[2:], errors={ids[0]: "why", ids[1]: "why"}),
+        ArchitectureResult("xlstm", passed=ids[2:], errors={ids[0]: "why", ids[1]: "why"}),
         ArchitectureResult("gpt2", errors={ids[0]: "why not"}),
         ArchitectureResult("musicgen", loader_error="why"),
         ArchitectureResult("gemma3n", checkpoint_error="timm"),
@@ -227,14 +227,14 @@ def test_the_page_accounts_for_every_check():
     total = len(ids)
     for line in (
         f"| `llama` | clean | {total - 1} | 0 | 1 | 0 | 1.5 |",
-        f"| `rwkv` | clean | {total - 2} | 0 | 0 | 2 | 0.0 |",
+        f"| `xlstm` | clean | {total - 2} | 0 | 0 | 2 | 0.0 |",
         f"| `musicgen` | **the loader failed** | 0 | 0 | 0 | {total} | 0.0 |",
         f"| `gemma3n` | no checkpoint | 0 | 0 | 0 | {total} | 0.0 |",
         "* `falcon_h1`, `no_uninitialized_memory`, and 2 more:",
         "  * `a.2: <bad>`",
         "* `musicgen`: the loader failed: why",
         f"* `gemma3n`: {WITHOUT_CHECKPOINT['gemma3n']}",
-        "* `rwkv`, 2 checks (one device cannot train it either): why",
+        "* `xlstm`, 2 checks (one device cannot train it either): why",
         "* `llama`",
         f"  * `{ids[0]}`: nothing &#124; is",
         f"| `{ids[1]}` | nothing of the kind | 6 |",

@@ -37,6 +37,8 @@ DROPOUT_FUNCTIONS = (
 """(module, name) of functions whose second parameter, ``p``, is the probability to drop an element."""
 SKIPPING = "layerdrop", "encoder_layerdrop", "decoder_layerdrop"
 """Attributes of modules, or of their ``config``: the probability to skip a whole layer in training."""
+SYNCHRONISING = "cuda", "xpu", "hpu"
+"""The types of devices with torch's kernels for SyncBatchNorm."""
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -106,10 +108,10 @@ def without_dropout(model: Module) -> Iterator[None]:
 
 @contextmanager
 def with_dropout(model: Module, device: torch.device) -> Iterator[None]:
-    """Change nothing, but for SyncBatchNorm on the CPU, where it refuses to train: it stays in ``eval()``."""
+    """Change nothing, but for SyncBatchNorm where torch cannot train it, as on the CPU: it stays in ``eval()``."""
     with ExitStack() as stack:
         for module in batch_norms(model).values():
-            if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+            if isinstance(module, nn.SyncBatchNorm) and device.type not in SYNCHRONISING:
                 stack.enter_context(_in_evaluation(module))
         yield
 

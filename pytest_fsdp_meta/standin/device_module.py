@@ -73,6 +73,8 @@ class DeviceModule(ModuleType):
         index = given.index
         return int(self.core.current_device()) if index is None else index
 
+    _initialized = True  # else torch.utils.checkpoint does not restore the random state of the device
+
     def is_available(self) -> bool:
         return True
 

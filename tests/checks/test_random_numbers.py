@@ -96,7 +96,13 @@ def of_the_same_rows(evidence: Evidence) -> Evidence:
         redrawn(healthy(), for_all_rows=True, **ONE_SEED),
         redrawn(healthy(), operand="a weight that all ranks hold", **ONE_SEED),
     ],
-    ids=["other experts", "declared to have the same rows", "a module skipped on all ranks", "one number for all rows", "not for rows"],
+    ids=[
+        "other experts",
+        "declared to have the same rows",
+        "a module skipped on all ranks",
+        "one number for all rows",
+        "not for rows",
+    ],
 )
 def test_ranks_that_may_draw_anything(evidence):
     found = verdict(FOLLOW, evidence)
