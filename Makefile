@@ -230,8 +230,8 @@ gpu-bundle: .venv-release/installed
 
 # Files generated from the code.
 docs: .venv/installed
-	$(BIN)/python -m pytest_fsdp_meta.reports.catalogue_page > docs/catalogue.md
-	$(BIN)/python -m pytest_fsdp_meta.reports.io > docs/report.schema.json
+	$(BIN)/python -m tests.docs.catalogue_page > docs/catalogue.md
+	$(BIN)/python -m tests.docs.report_schema > docs/report.schema.json
 
 # Sphinx warnings, such as broken links and pages missing from the table of contents, are errors.
 site: docs

@@ -1,4 +1,4 @@
-"""Convert dataclasses to plain JSON values and back by their type hints, and derive the JSON schema of a dataclass.
+"""Convert dataclasses to plain JSON values and back by their type hints.
 
 Floats that JSON cannot represent are written as strings: "NaN", "Infinity", "-Infinity". All fields are written,
 including those with their default value; when reading, a missing field gets its default and an unknown one is ignored.
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-PLAIN = {str: "string", bool: "boolean", int: "integer"}
+PLAIN = (str, bool, int)
 LARGEST = 512 * 2**20
 """Bytes of JSON that are read from a file, after decompression: 1 MiB of a gzip file may stand for 1 GiB."""
 _CHUNK = 2**20
@@ -122,51 +122,6 @@ def read_json(file: BufferedIOBase) -> Any:
         if len(text) > LARGEST:
             raise TooLarge(f"more than {LARGEST / 2**20:g} MiB of JSON, which is the limit")
     return json.loads(text)
-
-
-def schema_of(kind: type, title: str) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of the output of ``to_plain`` for a dataclass.
-
-    The first paragraph of each docstring is the description.
-    """
-    definitions: dict[str, Any] = {}
-    reference = _schema(kind, definitions)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": title,
-        **reference,
-        "$defs": definitions,
-    }
-
-
-def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(inner[0], definitions), {"type": "null"}]}
-    if is_dataclass(kind):
-        assert isinstance(kind, type)
-        if kind.__name__ not in definitions:
-            definitions[kind.__name__] = {}  # entered first, so that a class that contains itself ends the recursion
-            definitions[kind.__name__] = _schema_of_fields(kind, definitions)
-        return {"$ref": f"#/$defs/{kind.__name__}"}
-    if origin is tuple and not (len(inner) == 2 and inner[1] is Ellipsis):
-        parts = [_schema(part, definitions) for part in inner]
-        return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
-    if origin in (tuple, frozenset):
-        return {"type": "array", "items": _schema(inner[0], definitions)}
-    if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _schema(inner[1], definitions)}
-    if kind is float:
-        return {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
-    return {"type": PLAIN[kind]}
-
-
-def _schema_of_fields(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    hints = _hints(kind)
-    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
-    properties = {field.name: _schema(hints[field.name], definitions) for field in fields(kind)}
-    doc = (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
-    return {"type": "object", "description": doc, "properties": properties, "required": required}
 
 
 def write_whole(path: Path, data: bytes) -> Path:

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.evidence.codec import TooLarge, from_plain, read_json, schema_of, to_plain, write_whole
+from pytest_fsdp_meta.evidence.codec import TooLarge, from_plain, read_json, to_plain, write_whole
 from pytest_fsdp_meta.reports.schema import SCHEMA, Report
 
 FILE, PAGE = "report.json", "index.html"
 GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
 """Every page that this package writes contains this element."""
-TITLE = f"report.json of pytest-fsdp-meta, schema {SCHEMA}"
 INTERVAL = 2.0
 """Least time (s) between two writes during a run, ..."""
 INTERVAL_PER_WRITE = 10
@@ -124,14 +123,3 @@ def _keep(data: dict[str, Any], names: Iterable[str]) -> None:
 
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of ``report.json``."""
-    described = schema_of(Report, TITLE)
-    described["$defs"]["Report"]["properties"]["schema"] = {"const": SCHEMA}
-    return described
-
-
-if __name__ == "__main__":
-    print(json.dumps(schema(), indent=1))

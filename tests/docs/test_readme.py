@@ -12,7 +12,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.plugin.markers import fsdp_conformance
 from pytest_fsdp_meta.plugin.settings import OPTIONS
-from pytest_fsdp_meta.reports.catalogue_page import catalogue_page
+from tests.docs.catalogue_page import catalogue_page
 from tests.docs.markdown_help import Page, type_in
 
 ROOT = Path(__file__).parents[2]

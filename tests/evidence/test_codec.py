@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_fsdp_meta.evidence.codec import from_plain, schema_of, to_plain
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
+from tests.docs.report_schema import schema_of
 
 
 @dataclass(frozen=True)

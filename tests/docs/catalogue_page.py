@@ -1,4 +1,4 @@
-"""The catalogue page of the documentation: ``python -m pytest_fsdp_meta.reports.catalogue_page`` prints it."""
+"""The catalogue page of the documentation: ``python -m tests.docs.catalogue_page`` prints it."""
 
 from __future__ import annotations
 
