@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
-from pytest_fsdp_meta.catalogue import Finding, Verdict
+from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, sharded_dim
@@ -105,19 +105,9 @@ def _sharded_dims(tensor: TensorFacts) -> Iterator[tuple[str, int, int, int]]:
 
 def record_findings(verdict: Verdict) -> tuple[FindingRecord, ...]:
     """Return the findings of a verdict as a report has them."""
-    return tuple(map(_finding_record, verdict.findings))
-
-
-def _finding_record(finding: Finding) -> FindingRecord:
-    return FindingRecord(
-        finding.tensor,
-        finding.ranks,
-        finding.actual,
-        finding.expected,
-        finding.detail,
-        finding.cause,
-        finding.remedy,
-        finding.origin,
+    return tuple(
+        FindingRecord(one.tensor, one.ranks, one.actual, one.expected, one.detail, one.cause, one.remedy, one.origin)
+        for one in verdict.findings
     )
 
 

@@ -20,10 +20,9 @@ from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
-from pytest_fsdp_meta.reports.page.charts import loss_chart
+from pytest_fsdp_meta.reports.page.charts import describe_bytes, loss_chart
 from pytest_fsdp_meta.reports.page.checks import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
-from pytest_fsdp_meta.reports.page.plots import describe_bytes
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view

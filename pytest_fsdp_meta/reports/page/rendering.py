@@ -18,10 +18,9 @@ from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
-from pytest_fsdp_meta.reports.page.charts import describe_loss
+from pytest_fsdp_meta.reports.page.charts import describe_bytes, describe_loss
 from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
-from pytest_fsdp_meta.reports.page.plots import describe_bytes
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view

@@ -11,10 +11,9 @@ from typing import Any
 
 from pytest_fsdp_meta.reports.failures import describe_failures, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
-from pytest_fsdp_meta.reports.page.charts import LossChart, loss_chart, plot_memory
+from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
 from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
-from pytest_fsdp_meta.reports.page.plots import Plot
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
