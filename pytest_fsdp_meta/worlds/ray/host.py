@@ -69,14 +69,14 @@ class Host:
         self.address = address
         self._engine = engine
         self._key = key
-        self._socket = wire.ServerSocket(address)
-        self.port = self._socket.port
+        self._socket = wire.listen(address)
+        self.port = int(self._socket.getsockname()[1])
         engine.start()
         threading.Thread(target=self._accept, name="host", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            accepted = self._socket.accept()
+            accepted, _ = self._socket.accept()
             threading.Thread(target=self._serve, args=(accepted,), name="host-rank", daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:

@@ -27,19 +27,9 @@ _KEEPALIVE = {
 }
 
 
-class ServerSocket:
-    """The socket at which a host accepts connections: one address of this machine, on a port that the system picks."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0), family=_family(address), backlog=128)
-        self.port = int(self._socket.getsockname()[1])
-
-    def accept(self) -> socket.socket:
-        """Wait for the next connection and return it, not authenticated yet."""
-        return self._socket.accept()[0]
-
-    def close(self) -> None:
-        self._socket.close()
+def listen(address: str) -> socket.socket:
+    """Return a socket that accepts connections at one address of this machine, on a port that the system picks."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128)
 
 
 def authenticate(accepted: socket.socket, key: bytes) -> Connection:
@@ -116,7 +106,3 @@ def _receive(sock: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("the other side closed the connection")
         received += part
     return received
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
