@@ -158,11 +158,15 @@ def managed_places(model: Module) -> Iterator[tuple[Module, str, bool]]:
 
     FSDP2 stores the Parameter objects that it found or created; public torch shows only what modules register.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _param_groups(module):
-                for managed in group.fsdp_params:
-                    yield from _places(managed, adopts=not group._reset_sharded_params)
+    for group in _groups_of(model):
+        for managed in group.fsdp_params:
+            yield from _places(managed, adopts=not group._reset_sharded_params)
+
+
+def _groups_of(model: Module) -> list[Any]:
+    """Return the groups of parameters that FSDP2 manages, each once: several modules may share one."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(group): group for module in modules for group in _param_groups(module)}.values())
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -402,20 +406,14 @@ class ManagedGroup:
 )
 def fsdp_groups(model: Module) -> Iterator[ManagedGroup]:
     """Yield the groups of parameters that FSDP2 manages; only its private state has them."""
-    seen: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in _param_groups(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                yield ManagedGroup(
-                    modules=tuple(group.modules),
-                    parameters=tuple(managed.sharded_param for managed in group.fsdp_params),
-                    reshards=group.post_forward_mesh_info is not None,
-                    replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
-                    ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
-                )
+    for group in _groups_of(model):
+        yield ManagedGroup(
+            modules=tuple(group.modules),
+            parameters=tuple(managed.sharded_param for managed in group.fsdp_params),
+            reshards=group.post_forward_mesh_info is not None,
+            replicates=getattr(group.mesh_info, "replicate_mesh_dim", None) is not None,
+            ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
+        )
 
 
 def register_fake_collectives() -> None:
@@ -434,14 +432,13 @@ def register_fake_collectives() -> None:
 )
 def drop_unreduced_gradients(model: Module) -> None:
     """Drop what FSDP2 has accumulated and not reduced: it adds the next backward to it, and no parameter shows it."""
-    for module in model.modules():
-        for group in _param_groups(module) if isinstance(module, FSDPModule) else ():
-            group._partial_reduce_output = None  # HSDP's, which is scattered and not yet reduced over the replicas
-            for managed in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(managed):  # since torch 2.15 it is the gradient below
-                    managed.unsharded_accumulated_grad = None
-                if (unsharded := getattr(managed, "_unsharded_param", None)) is not None:
-                    unsharded.grad = None
+    for group in _groups_of(model):
+        group._partial_reduce_output = None  # HSDP's, which is scattered and not yet reduced over the replicas
+        for managed in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(managed):  # since torch 2.15 it is the gradient below
+                managed.unsharded_accumulated_grad = None
+            if (unsharded := getattr(managed, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
 
 
 @needs(
@@ -539,13 +536,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 )
 def managed_weights(model: Module) -> list[ManagedWeight]:
     """Return the parameters that FSDP2 manages, once for each group."""
-    groups = {
-        id(group): group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _param_groups(module)
-    }
-    return [ManagedWeight(managed) for group in groups.values() for managed in group.fsdp_params]
+    return [ManagedWeight(managed) for group in _groups_of(model) for managed in group.fsdp_params]
 
 
 @needs("torch._C:_FunctionBase._sequence_nr", spoils=("forward_sees_current_weights",), instead=lambda _: 0)
