@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.evidence import Region
+from pytest_fsdp_meta.worlds.rank import shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,11 +34,7 @@ model, before training; the same after it.
 ALIASES = "aliases"
 AS_BYTES = "as_bytes"
 """Keys in the metadata of a record: names that are another name's tensor, and dtypes of tensors stored as bytes."""
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool", "C64": "complex64",
-}  # fmt: skip
+DTYPES = {**shapes.DTYPES, "U16": "uint16", "U32": "uint32", "U64": "uint64", "C64": "complex64"}
 BUFFERS = 2
 """Records that are copied and not written yet: a step takes about as long as to write what it changed."""
 RECENT = frozenset({"uint16", "uint32", "uint64", "complex64"})
