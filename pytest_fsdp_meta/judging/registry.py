@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Evidence
@@ -95,6 +96,22 @@ def check(
         )
 
     return make
+
+
+# The families of the built-in checks, with the observations that most of their judges need; others say ``needs``.
+LOADED = ["inventory"]
+structure_check = partial(check, family="structure", needs=[*LOADED, "reference"])
+materialisation_check = partial(check, family="materialisation", needs=LOADED)
+sharding_check = partial(check, family="sharding", needs=LOADED)
+values_check = partial(check, family="values", needs=[*LOADED, "reference", "values"])
+tying_check = partial(check, family="tying", needs=LOADED)
+memory_check = partial(check, family="memory", needs=LOADED)
+scale_check = partial(check, family="scale", needs=[*LOADED, "simulation"])
+communication_check = partial(check, family="communication", needs=[*LOADED, "collectives"])
+training_check = partial(check, family="training", needs=[*LOADED, "reference", "training"])
+random_numbers_check = partial(check, family="random numbers")
+data_check = partial(check, family="data")
+checkpoint_check = partial(check, family="checkpoint")
 
 
 class Catalogue:

@@ -7,8 +7,8 @@ from math import prod
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
-from pytest_fsdp_meta.judging.families import communication_check, sharding_check
 from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.judging.registry import communication_check, sharding_check
 from pytest_fsdp_meta.judging.view import NotDeclared, Noted, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.values.judge import BASIC
 from pytest_fsdp_meta.evidence import DrawnTensor, Spread, TensorFacts
-from pytest_fsdp_meta.judging.families import values_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import values_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import name_ranks
 

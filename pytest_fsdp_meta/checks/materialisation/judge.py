@@ -8,8 +8,8 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.checks.tying.judge import broken_ties
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts
-from pytest_fsdp_meta.judging.families import materialisation_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import materialisation_check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import name_ranks
 

@@ -10,8 +10,8 @@ from math import prod
 from pytest_fsdp_meta.checks.memory.facts import COPIES, GatheredGroup, RankMemory, StepMemory
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim, splits_experts
-from pytest_fsdp_meta.judging.families import memory_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import memory_check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, fold_names, name_ranks
 

@@ -11,9 +11,9 @@ from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import coordinates
-from pytest_fsdp_meta.judging.families import random_numbers_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.registry import random_numbers_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, joined_runs
 

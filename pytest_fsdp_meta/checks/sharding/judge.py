@@ -20,8 +20,8 @@ from pytest_fsdp_meta.judging.expectations import (
     is_split,
     is_whole,
 )
-from pytest_fsdp_meta.judging.families import sharding_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import sharding_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 

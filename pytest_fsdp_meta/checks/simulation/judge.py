@@ -9,8 +9,8 @@ from math import prod
 from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import TensorFacts, not_declared, replicates, sharded_dim, shards_data
-from pytest_fsdp_meta.judging.families import scale_check
 from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.judging.registry import scale_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import as_bytes, counted
 

@@ -8,8 +8,8 @@ from math import prod
 from operator import gt, ne
 
 from pytest_fsdp_meta.evidence import TensorFacts, holding_stages, replicates, splits_model, splits_stages
-from pytest_fsdp_meta.judging.families import structure_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
+from pytest_fsdp_meta.judging.registry import structure_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import joined_runs, name_ranks, without_numbers
 

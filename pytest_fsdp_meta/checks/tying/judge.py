@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_fsdp_meta.evidence import RankInventory
-from pytest_fsdp_meta.judging.families import tying_check
 from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.judging.registry import tying_check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 from pytest_fsdp_meta.text import counted
 

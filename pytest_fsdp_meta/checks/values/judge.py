@@ -21,8 +21,8 @@ from pytest_fsdp_meta.judging.causes import (
 )
 from pytest_fsdp_meta.judging.coordinates import coordinates
 from pytest_fsdp_meta.judging.expectations import is_whole
-from pytest_fsdp_meta.judging.families import values_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import values_check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
 from pytest_fsdp_meta.text import first_of, name_ranks
 

@@ -13,8 +13,8 @@ from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
     is_equal,
 )
 from pytest_fsdp_meta.evidence import Comparison, Export
-from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import clean_name, first_of, name_ranks
 

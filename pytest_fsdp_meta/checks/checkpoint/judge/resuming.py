@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, changes, diverging_names
-from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
+from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
-from pytest_fsdp_meta.judging.families import checkpoint_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
+from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 

@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pytest_fsdp_meta.evidence import Epoch, RankBatches, splits_sequence
-from pytest_fsdp_meta.judging.families import data_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.registry import data_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import counted, name_ranks
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.data.judge.epoch import DATA
 from pytest_fsdp_meta.evidence import RankBatches
-from pytest_fsdp_meta.judging.families import data_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
+from pytest_fsdp_meta.judging.registry import data_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted
 

@@ -9,7 +9,6 @@ from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, exc
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import by_label
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -20,6 +19,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 

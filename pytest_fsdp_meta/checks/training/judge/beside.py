@@ -8,10 +8,10 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.training.facts import RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, require_no_other_cause
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
 from pytest_fsdp_meta.text import first_of
 

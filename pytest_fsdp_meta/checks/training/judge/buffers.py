@@ -11,7 +11,6 @@ from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.checks.values.judge import model_coordinates, replica_sets
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -22,6 +21,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted
 

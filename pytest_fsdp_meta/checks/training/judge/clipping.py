@@ -15,7 +15,6 @@ from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, 
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Clipping, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -27,6 +26,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_fsdp_meta.evidence import StaleWeight
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotJudged, View, ranks_by
 
 

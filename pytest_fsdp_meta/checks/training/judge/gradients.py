@@ -14,7 +14,6 @@ from pytest_fsdp_meta.checks.training.judge.unreduced import unreduced_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -33,6 +32,7 @@ from pytest_fsdp_meta.judging.limits import (
     loss_limits,
 )
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05

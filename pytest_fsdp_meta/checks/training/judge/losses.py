@@ -10,7 +10,6 @@ from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origi
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import sequence_places
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -28,6 +27,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Noted, PartlyJudged, View
 from pytest_fsdp_meta.text import first_of, name_ranks
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
@@ -18,6 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_no_other_cause,
     require_same_forward,
 )
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of
 

@@ -11,7 +11,6 @@ from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, exc
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, SecondStep
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -27,6 +26,7 @@ from pytest_fsdp_meta.judging.limits import (
     gradients_beyond_rounding,
     limits_of,
 )
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 
 _CHANGED = either(

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
-from pytest_fsdp_meta.judging.families import training_check
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
@@ -28,6 +27,7 @@ from pytest_fsdp_meta.judging.limits import (
     loss_limits,
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
+from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import counted
 
