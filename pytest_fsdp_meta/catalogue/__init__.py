@@ -20,7 +20,6 @@ from pytest_fsdp_meta.checks.training.judge import (
     forward,
     gradients,
     losses,
-    modes,
     not_finite,
     optimization,
     second_step,
@@ -38,7 +37,6 @@ FAMILIES = (
     *(values, draws, tying, memory),
     *(
         forward,
-        modes,
         gradients,
         clipping,
         optimization,

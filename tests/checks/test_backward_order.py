@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.checks.training.judge.backward_order import describe_boundary
+from pytest_fsdp_meta.checks.training.judge.backward import describe_boundary
 from pytest_fsdp_meta.evidence import Evidence
 from tests.checks.evidence_factory import healthy, remeasured, verdict, with_reference
 

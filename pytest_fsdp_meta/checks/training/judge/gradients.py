@@ -9,8 +9,11 @@ from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
-from pytest_fsdp_meta.checks.training.judge.backward_order import describe_first_departure, sort_by_backward
-from pytest_fsdp_meta.checks.training.judge.unreduced import unreduced_gradients
+from pytest_fsdp_meta.checks.training.judge.backward import (
+    describe_first_departure,
+    sort_by_backward,
+    unreduced_gradients,
+)
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases, by_label
