@@ -6,9 +6,15 @@ test that requests ``fsdp_world``, and ``SpmdItem`` one whose whole body runs on
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,6 @@ from pytest_fsdp_meta.plugin.fixture_worlds import Disagreement
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.plugin.outcomes import FailureLine, Outcome
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
-from pytest_fsdp_meta.plugin.rerun_command import rerun_command
 from pytest_fsdp_meta.plugin.session import SESSION, PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
@@ -32,6 +37,9 @@ from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.summary import evenness_of, notes_on, summarise
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
+
+SHIM = 5.0
+"""Seconds in which a script that stands for an interpreter has to say for which."""
 
 
 class RanksItem(pytest.Item):
@@ -48,7 +56,12 @@ class RanksItem(pytest.Item):
         """Prepare for a run of the item, or for another one; before its marks are evaluated and fixtures set up."""
 
     def rerun_command(self) -> str:
-        return rerun_command(self, self.plugin.settings.given)
+        """Return the shell command that reruns this item from where pytest was started, with the options given."""
+        # Not from the node id, to which xdist may append a group.
+        names = [node.name for node in self.listchain() if isinstance(node, (pytest.Class, pytest.Item))]
+        here = self.config.invocation_params.dir
+        nodeid = "::".join([os.path.relpath(self.path, here), *names])
+        return shlex.join([_interpreter(here), "-m", "pytest", nodeid, *self.plugin.settings.given])
 
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Let pytest's report of a phase point to the line of the user's code that failed."""
@@ -258,3 +271,36 @@ class SpmdItem(WorldItem):
             message = f"{self.nodeid} returned a {returned[0]}, but a test should return None; did you mean assert?"
             line = (self.location[1] or 0) + 1
             warnings.warn_explicit(pytest.PytestReturnNotNoneWarning(message), None, str(self.path), line)
+
+
+@cache
+def _interpreter(cwd: Path) -> str:
+    """Return "python" where that is this interpreter for a shell in ``cwd``, else the shortest path of it."""
+    python = shutil.which("python")
+    if python is not None and (_is_same_link(python) or _is_shim(python, cwd)):
+        return "python"
+    near = os.path.relpath(sys.executable, cwd)
+    near = near if os.sep in near else os.path.join(os.curdir, near)  # a shell looks up a bare name on the PATH
+    return min(near, sys.executable, key=len)
+
+
+def _is_same_link(python: str) -> bool:
+    """Return whether this is the running interpreter: the same file in the same folder, which is its environment.
+
+    The script "pytest" of an environment may run its Python through another link, such as python3.11.
+    """
+    folders = (os.path.dirname(os.path.abspath(file)) for file in (python, sys.executable))
+    return os.path.samefile(*folders) and os.path.samefile(python, sys.executable)
+
+
+def _is_shim(python: str, cwd: Path) -> bool:
+    """Return whether this is a script, as pyenv and asdf put on the PATH, that runs the running interpreter."""
+    ask = [python, "-c", "import sys; print(sys.executable)"]
+    try:
+        with open(python, "rb") as file:
+            if file.read(2) != b"#!":
+                return False
+        asked = subprocess.run(ask, cwd=cwd, capture_output=True, text=True, timeout=SHIM)
+    except (OSError, subprocess.TimeoutExpired):  # it cannot be read or run, so the path is the answer that is certain
+        return False
+    return asked.stdout.strip() == sys.executable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.plugin.rerun_command import _interpreter
+from pytest_fsdp_meta.plugin.items import _interpreter
 
 
 @pytest.fixture
