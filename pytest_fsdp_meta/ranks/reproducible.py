@@ -63,11 +63,4 @@ def _precisions() -> list[Any]:
     """Return where torch has a precision of float32: from version 2.9 on, for each library and kind of operation."""
     kinds = {backends.cuda: ("matmul",), backends.cudnn: ("conv", "rnn"), backends.mkldnn: ("matmul", "conv", "rnn")}
     places = [getattr(library, kind, None) for library, names in kinds.items() for kind in names]
-    return [place for place in places if _has_precision(place)]
-
-
-def _has_precision(place: Any) -> bool:
-    try:
-        return isinstance(place.fp32_precision, str)
-    except AttributeError:
-        return False
+    return [place for place in places if isinstance(getattr(place, "fp32_precision", None), str)]
