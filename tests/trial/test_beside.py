@@ -10,13 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fixtures.forms_beside import halve_each_step
 from tests.trial.test_train_step import build, judged, load, plain_step
 
 CHECKS = ("update_parity", "beside_parity", "beside_round_trip", "resume_parity")
-
-
-def halve(optimizer):
-    return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 class Sum:
@@ -103,7 +100,7 @@ def test_a_step_that_gets_everything_by_name():
         beside["sum"].total += found.item()
         return found
 
-    found = judged(step, CHECKS, scheduler=halve, beside={"sum": Sum()})
+    found = judged(step, CHECKS, scheduler=halve_each_step, beside={"sum": Sum()})
     assert {id: one.status for id, one in found.items()} == {
         "update_parity": "passed",
         "beside_parity": "skipped",

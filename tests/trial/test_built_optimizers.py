@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fixtures.forms_optimizers import Container
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.subject import SubjectError
@@ -96,22 +97,6 @@ def test_a_wrapped_optimizer_without_the_live_parameters_is_found():
 
 
 # Containers.
-
-
-class Container(torch.optim.Optimizer):
-    """torchtitan's: an Optimizer whose own groups nobody steps, with the optimizers that step."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = list(optimizers)
-        super().__init__([p for own in optimizers for group in own.param_groups for p in group["params"]], {})
-
-    def step(self, closure: Any = None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
 
 
 def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from fixtures.forms_optimizers import own, whole
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Evidence
@@ -50,17 +50,9 @@ def judged(evidence: Evidence) -> dict[str, Verdict]:
     return trial_help.judge_all(evidence, [NORM, CLIP])
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def scale(parameters: Parameters, norm: Tensor, bound: float) -> Tensor:
     for parameter in parameters:
-        local(parameter.grad).mul_((bound / (norm + 1e-6)).clamp(max=1.0))
+        own(parameter.grad).mul_((bound / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -85,7 +77,7 @@ def each_element(model: nn.Module, fsdp: Rank) -> Clip:
         held = list(parameters)
         norm = whole(get_total_norm([parameter.grad for parameter in held], torch.inf))
         for parameter in held:
-            local(parameter.grad).clamp_(-bound, bound)
+            own(parameter.grad).clamp_(-bound, bound)
         return norm
 
     return clip
@@ -119,7 +111,7 @@ def over_a_mesh(model: nn.Module, fsdp: Rank, kind: float = 2.0) -> Clip:
 
     def clip(parameters: Parameters, bound: float) -> Tensor:
         held = list(parameters)
-        norm = torch.linalg.vector_norm(torch.stack([local(p.grad).norm(kind) for p in held]), kind)
+        norm = torch.linalg.vector_norm(torch.stack([own(p.grad).norm(kind) for p in held]), kind)
         norm = norm**2 if kind == 2.0 else norm
         dist.all_reduce(norm, dist.ReduceOp.SUM if kind == 2.0 else dist.ReduceOp.MAX, mesh.get_group())
         return scale(held, norm.sqrt() if kind == 2.0 else norm, bound)
@@ -185,7 +177,7 @@ def test_torch_clipping_is_not_recorded_twice():
 def of_own_shards(kind: float) -> Make:
     def clip(parameters: Parameters, bound: float) -> Tensor:
         held = list(parameters)
-        return scale(held, get_total_norm([local(parameter.grad) for parameter in held], kind), bound)
+        return scale(held, get_total_norm([own(parameter.grad) for parameter in held], kind), bound)
 
     return lambda model, fsdp: clip
 
@@ -208,7 +200,7 @@ def without_limit(model: nn.Module, fsdp: Rank) -> Clip:
         held = list(parameters)
         norm = whole(get_total_norm([parameter.grad for parameter in held]))
         for parameter in held:
-            local(parameter.grad).mul_(bound / (norm + 1e-6))
+            own(parameter.grad).mul_(bound / (norm + 1e-6))
         return norm
 
     return clip
