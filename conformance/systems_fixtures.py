@@ -24,6 +24,15 @@ LONGEST = 15
 """Lines of a recipe, without imports and blank lines."""
 
 
+@pytest.fixture(scope="module")
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a tiny checkpoint for each of the ARCHITECTURES that the test module names."""
+    from fixtures.tiny import save_tiny  # not every package's environment has transformers
+
+    names = request.module.ARCHITECTURES
+    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in names}
+
+
 @pytest.fixture(scope="session")
 def failures_of() -> Callable[..., Failures]:
     """Return ``failures_of(loader, world, **arguments)``: the message of each check that fails, in one line.

@@ -24,7 +24,6 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
@@ -32,11 +31,6 @@ from pytest_fsdp_meta.worlds import Rank
 Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
 ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def accelerator(fsdp: Rank, *, plugin: dict[str, Any] | None = None, **options: Any) -> Accelerator:

@@ -20,16 +20,10 @@ from nemo_automodel.components.training.utils import clip_grad_norm
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import reference_model, token_batch
 
 ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2", "falcon-h1")
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def load(path: Path, device: torch.device, config: FSDP2Config, *, force_hf: bool = True, **sizes: int) -> Subject:

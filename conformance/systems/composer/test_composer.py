@@ -11,7 +11,6 @@ import torch
 import torchvision_operators
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
@@ -23,11 +22,6 @@ from composer.models import HuggingFaceModel  # noqa: E402
 from composer.utils.parallelism import FSDP2Config  # noqa: E402
 
 ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe", "gemma3", "gpt2")
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def blocks(module: Any) -> bool:

@@ -17,7 +17,6 @@ import deepspeed
 import torch
 from transformers import AutoModelForCausalLM
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject, token_batch
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
@@ -28,11 +27,6 @@ OTHER_SIZE = (
     "ds_to_universal converts it"
 )
 NO_RANDOM_STATE = "save_checkpoint keeps no state of random generators (deepspeed 0.19.8), and GPT-2 has dropout"
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def train_step(engine: Any, optimizer: Any, batch: dict[str, Any]) -> torch.Tensor:

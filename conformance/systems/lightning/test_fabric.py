@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
@@ -26,11 +25,6 @@ NEVER_COMPUTED = (
     "a rotary embedding, which has none, is garbage after init_module(empty_init=True)"
 )
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def parallelize(model: Any, mesh: Any) -> Any:

@@ -21,18 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from conformance.systems.megatron_fsdp.handles import stand_in_for_cuda
 from conformance.systems.megatron_fsdp.plain import KEPT, Block, Plain, batch, loss
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import reference_model, token_batch
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 
+ARCHITECTURES = ("llama", "llama-tied", "llama-odd")
 SHARDED, GRADIENTS, OPTIMIZER, WHOLE = "optim_grads_params", "optim_grads", "optim", "no_shard"
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    names = ("llama", "llama-tied", "llama-odd")
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in names}
 
 
 def sharded(model: nn.Module, fsdp: Rank, units: list[type[nn.Module]], **options: Any) -> nn.Module:

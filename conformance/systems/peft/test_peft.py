@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject
 from pytest_fsdp_meta.worlds import Rank
@@ -21,12 +20,7 @@ ARCHITECTURES = ("llama", "llama-tied", "qwen3-moe")
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
     """Return the folder of adapters that peft saved after a training, here of ones."""
     model = adapted(checkpoints["llama"])

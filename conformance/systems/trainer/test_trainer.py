@@ -13,7 +13,6 @@ from accelerate import DistributedType, PartialState
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject, token_batch
 
@@ -25,11 +24,6 @@ ONE_TOKEN_TOO_MANY = (
 SAME_SEED = "transformers 5.23.0: the Trainer seeds all ranks alike (trainer.py:419), and GPT-2 has dropout"
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
 Step = Callable[[Any, Any, dict[str, Any]], Tensor]
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def make_trainer(path: Path, **options: Any) -> Trainer:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
-from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import Subject, fsdp_conformance
 from pytest_fsdp_meta.transformers import subject, token_batch
 
@@ -38,11 +37,6 @@ from verl.utils import tensordict_utils  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.utils.losses import sft_loss  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(name, tmp_path_factory.mktemp("checkpoint") / name) for name in ARCHITECTURES}
 
 
 def with_prompts(step: int, path: Path) -> dict[str, Tensor]:
