@@ -17,7 +17,8 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.worlds import Rank
-from tests.trial_help import judge_all, observe
+from tests.trial.test_train_step import plain_step
+from tests.trial_help import judge_all, loss, observe
 
 FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
 
@@ -36,10 +37,6 @@ def build() -> nn.Sequential:
 
 def batch(step: int) -> dict[str, Tensor]:
     return {"input": torch.rand(4, 4)}  # drawn, so that it disturbs the generators
-
-
-def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return model(**batch).square().mean()
 
 
 def load(fsdp: Rank, seeds: bool = True, **declared: Any) -> Subject:
@@ -163,15 +160,8 @@ def build_noisy() -> nn.Sequential:
 
 
 def load_noisy(fsdp: Rank) -> Subject:
-    def step(model: Any, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        found = loss(model, batch)
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
     model = fully_shard(build_noisy(), mesh=fsdp.mesh)
-    return Subject(model, reference=build_noisy, batch=batch, loss=loss, train_step=step)
+    return Subject(model, reference=build_noisy, batch=batch, loss=loss, train_step=plain_step)
 
 
 def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were():
