@@ -101,8 +101,8 @@ class Host:
                 member = self._engine.launch_rank(task)
             except Exception as error:
                 stack.close()  # before the message: once it has arrived, nothing must be left here
-                cause = temp_folders.describe_full_disk(tempfile.gettempdir(), error) or _describe(error)
-                why = f"could not start a rank: {cause}"
+                full = temp_folders.describe_full_disk(tempfile.gettempdir(), error)
+                why = f"could not start a rank: {full or f'{type(error).__name__}: {error}'}"
                 _send(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
                 return
             relay = _Relay(parent, member, folder)
@@ -116,10 +116,6 @@ def _end(member: LocalMember) -> None:
     member.kill()
     member.join(5.0)
     member.release()
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def localize(request: LaunchRequest, folder: Path, address: str) -> Assignment:

@@ -133,17 +133,13 @@ def _ending_early(places: Places) -> Iterator[Finding]:
 def _parts(epoch: Epoch, places: Places) -> list[_Part]:
     """Return what each data-parallel index sees, in the first part of an epoch if a loader may never end."""
     firsts = [ranks[0][1] for _, ranks in sorted(places.items())]
-    length = None if _ended(epoch) else _half_an_epoch(firsts)
+    length = None if all(rank.ended for rank in epoch.ranks) else _half_an_epoch(firsts)
     found = []
     for (_, ranks), first in zip(sorted(places.items()), firsts, strict=True):
         batches = first.batches[:length]
         rows = Counter(row for batch in batches for row in batch)
         found.append(_Part(tuple(number for number, _ in ranks), batches, rows))
     return found
-
-
-def _ended(epoch: Epoch) -> bool:
-    return all(rank.ended for rank in epoch.ranks)
 
 
 def _half_an_epoch(ranks: Sequence[RankBatches]) -> int:

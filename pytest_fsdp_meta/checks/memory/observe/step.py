@@ -108,7 +108,7 @@ class StepMemoryWatch:
             hooks.enter_context(self._running.watching())
             # The weights that FSDP2 has gathered for a module around the one that is called.
             hooks.callback(register_module_forward_pre_hook(self._note_weights).remove)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor))
             yield
         self.ended = True
         self._note_most()
@@ -187,10 +187,6 @@ class _Saved:
     def __del__(self) -> None:
         for key in self.keys:
             self._watch.release(key)
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    return saved.tensor
 
 
 def _groups(model: Module) -> Iterator[GatheredGroup]:
