@@ -46,10 +46,13 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
     """Return the whole message of a failed check."""
     check = verdict.check
     lines = [f"{check.id}: {check.promise}", f"failed in a {world}:"]
-    for origin in origins(verdict.findings):
-        lines += ["", paragraph("where it starts: ", origin)]
+    starts = origins(verdict.findings)
+    if len(starts) == 1:
+        lines += ["", paragraph("where it starts: ", starts[0])]
     for (cause, remedy), findings in by_cause(verdict.findings).items():
         advice = [paragraph(label, text) for label, text in (("likely cause: ", cause), ("remedy: ", remedy)) if text]
+        if len(starts) > 1:  # each belongs to its findings
+            advice[:0] = [paragraph("where it starts: ", start) for start in origins(findings)]
         lines += ["", *_describe_findings(findings, verdict), *(["", *advice] if advice else [])]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]

@@ -17,6 +17,7 @@ from tests.checks.evidence_factory import (
     change,
     change_reference,
     clipped,
+    declare,
     differ,
     empty,
     findings_of,
@@ -51,6 +52,13 @@ def test_a_gradient_that_is_wrong_in_the_second_step_only():
     detail = f"relative error {1 / SIZE:.2g}; 0.75 at [0, 0] on rank 0, but should be 0.5"
     assert findings_of(found) == [(MIDDLE, (0, 1), actual, "equal within 0.0001", detail)]
     assert found.findings[0].cause.startswith("the parameters are right after the first step")
+
+
+def test_what_clipping_hides_may_be_left_of_the_first_gradient():
+    clips = declare(healthy(), declared=healthy().subject.declared | {"train_step", "max_grad_norm"})
+    [finding] = verdict(SECOND, second_step(clips, apart=1.0)).findings
+    assert "does not call zero_grad(), and clips what is left" in finding.cause
+    assert finding.remedy.startswith("call optimizer.zero_grad() in every step")
 
 
 def test_a_gradient_that_nothing_zeroes():
@@ -249,6 +257,17 @@ PARITY_AND_UPDATE = pytest.mark.parametrize(
     ("check", "field", "observed"),
     [(PARITY, "gradients", "gradients"), (UPDATE, "updates", "parameters")],
 )
+
+
+def test_the_factor_that_is_known_best_names_the_others():
+    """In low precision, a small gradient that is 1.8 times too large may pass for one that is twice too large."""
+    both = remeasured(remeasured(healthy(), MIDDLE, 1.8), EMBEDDING, 1.8)
+    assert {f.actual for f in verdict(PARITY, both).findings} == {"gradient is 1.8 times the reference's"}
+    vague = with_noise(both, gradients=of_middle(0.05))
+    assert {f.actual for f in verdict(PARITY, vague).findings} == {"gradient is 1.8 times the reference's"}
+    alone = with_noise(remeasured(healthy(), MIDDLE, 1.8), gradients=of_middle(0.05))
+    [finding] = verdict(PARITY, alone).findings
+    assert finding.actual == "gradient is 2 times the reference's"
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,14 @@ def test_all_tensors_of_both_kinds():
     ]
 
 
+def test_where_it_starts_is_said_with_its_own_findings():
+    one = red("a", origin="here", cause="the paint ran out", remedy="buy paint")
+    shown = failed(one, red("b", origin="there", cause="it dried", remedy="paint faster")).splitlines()
+    [here, there] = [shown.index(f"where it starts: {place}") for place in ("here", "there")]
+    assert shown[here + 1] == "likely cause: the paint ran out"
+    assert shown[there + 1] == "likely cause: it dried"
+
+
 def test_where_it_starts_is_said_once_above_all_findings():
     dry = {"cause": "it dried", "remedy": "paint faster"}
     found = red("a", origin="attn.q agrees, attn.k does not", cause="the paint ran out", remedy="buy paint")

@@ -15,8 +15,8 @@ from pytest_fsdp_meta.checks.training.judge.backward import (
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import RankTraining, TensorFacts
-from pytest_fsdp_meta.judging.causes import Cases, by_label
+from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
@@ -139,6 +139,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
+    sharpest = _sharpest_factors(pairs, limits)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -146,7 +147,23 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits)
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest)
+
+
+def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
+    """Return for each rank the factor of all its wrong gradients that is known best, with its text.
+
+    In low precision, a small gradient that is 1.8 times too large may pass for one that is twice too large.
+    """
+    found: dict[int, tuple[float, float, str]] = {}
+    for cases in pairs.values():
+        wrong = [(rank, c) for rank, c in cases if limits.exceeded(rank, c)]
+        allowed = limits.relative_to(wrong) if wrong else 1.0
+        for rank, c in wrong if allowed < 1 else ():
+            assert c.measure is not None
+            if c.measure.factor > 0 and (text := multiple(c.measure, allowed)):
+                found[rank] = min(found.get(rank, (1.0, 0.0, "")), (allowed, c.measure.factor, text))
+    return {rank: (factor, text) for rank, (_, factor, text) in found.items()}
 
 
 def _partial_gradients(view: View) -> set[str]:
@@ -198,20 +215,32 @@ def _optimizer_reduces(view: View, name: str, gradients: Cases, updates: Cases) 
 
 
 def _describe_wrong(
-    view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, limits: Limits
+    view: View,
+    runs: Sequence[RankTraining],
+    name: str,
+    wrong: Cases,
+    limits: Limits,
+    sharpest: Mapping[int, tuple[float, str]],
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
     # A gradient of nothing but rounding is many times that of the reference, and no factor says why.
     may_have_factor = allowed < 1
-    by_factor = by_label(wrong, lambda measure: multiple(measure, allowed) if may_have_factor else "")
-    for factor, cases in by_factor.items():
+    by_factor: dict[str, list[tuple[int, Comparison]]] = {}
+    for rank, c in wrong:
+        assert c.measure is not None
+        text = multiple(c.measure, allowed) if may_have_factor else ""
+        factor, known = sharpest.get(rank, (0.0, ""))
+        if text and factor and abs(c.measure.factor / factor - 1) <= allowed:
+            text = known
+        by_factor.setdefault(text, []).append((rank, c))
+    for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = _explain_factor(view, runs, name, factor) if factor else _explain_other(view, name, cases)
+        explanation = _explain_factor(view, runs, name, text) if text else _explain_other(view, name, cases)
         if explanation is _NOT_CLIPPED:
             explanation = _own_norms(by_factor) or _NOT_CLIPPED
-        actual = f"gradient is {factor} times the reference's" if factor else "gradient differs from the reference's"
-        detail = "" if factor else describe_error(limits, cases)
+        actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
+        detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
 
 

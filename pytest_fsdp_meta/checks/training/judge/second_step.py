@@ -118,10 +118,18 @@ def _describe_wrong(
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
         detail = describe_error(limits, others)
-        ranks, explanation = tuple(rank for rank, _ in others), explain_uneven_backwards(view, last=1) or _CHANGED
-        yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
+        clips = {"train_step", "max_grad_norm"} <= set(view.evidence.subject.declared)
+        explanation = explain_uneven_backwards(view, last=1) or (_CLIPPED if clips else _CHANGED)
+        yield Finding(name, tuple(r for r, _ in others), actual, limits.describe(others), detail, **explanation)
 
 
+_CLIPPED: Explanation = {
+    "cause": "the parameters are right after the first step, and the second gradients are not: train_step does not "
+    "call zero_grad(), and clips what is left of the first gradient together with the second; a forward keeps state "
+    "or old weights; or the reduction is off from the second step on",
+    "remedy": "call optimizer.zero_grad() in every step; else clip to a bound above the norm in this test, which shows "
+    "what is left in full, and look for buffers and caches that the forward keeps",
+}
 _LOST: Explanation = {
     "cause": "the reduction is switched off after the first step (set_requires_gradient_sync(False), no_sync()), or "
     "the second forward does not use the parameter",
