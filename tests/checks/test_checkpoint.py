@@ -248,6 +248,14 @@ def test_a_world_of_another_size_cannot_load_the_checkpoint():
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
 
 
+@pytest.mark.parametrize(("size", "of_each_rank"), [(4, True), (1, False)])
+def test_a_larger_world_has_ranks_that_have_saved_nothing(size, of_each_rank):
+    evidence = refused(healthy(), "RuntimeError in Subject(resume=...): Missing key in state_dict: random_1.torch.")
+    evidence = replace(evidence, resharded=replace(evidence.resharded, mesh=(("dp_shard", size),)))
+    [finding] = verdict(RESHARDS, evidence).findings
+    assert finding.cause.startswith("resume() asks for a key or a file of each rank") == of_each_rank
+
+
 def test_a_parameter_that_is_frozen_here_only_is_left_to_the_check_that_reports_it():
     evidence = refused(change(healthy(), MIDDLE, requires_grad=False), f"KeyError: 'state of {MIDDLE!r}'")
     found = verdict(RESHARDS, evidence)

@@ -275,7 +275,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
             raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
         if frozen := _frozen_in_this_world(view, resharded.refused):
             raise Blocked(f"{message}: {frozen} is frozen in this world, as requires_grad_matches_reference reports")
-        yield Finding(None, resharded.ranks, message, "")
+        absent = size > view.evidence.world.size and any(text in resharded.refused for text in NOT_THERE)
+        yield Finding(None, resharded.ranks, message, "", **(_OF_EACH_RANK if absent else {}))
         return
     equal = equal_to_reference(view)
     skipped = set(diverging_names(view, view.evidence.saved or ()))
@@ -315,6 +316,13 @@ def _is_in_blocks(view: View, name: str) -> bool:
     return any(len(runs) > 1 for _, tensor in view.holders(name) for runs in tensor.regions)
 
 
+NOT_THERE = "Missing key", "No such file", "not found"
+"""What loading says of a key or a file that nobody has saved."""
+_OF_EACH_RANK: Explanation = {
+    "cause": "resume() asks for a key or a file of each rank, such as its random state, and fewer ranks have saved",
+    "remedy": "read which keys or files there are, and let a rank without its own begin anew (seed by its index); save "
+    "what belongs to no rank, such as shards, by its place in the whole tensor",
+}
 _IN_BLOCKS: Explanation = {
     "cause": "each rank's part consists of several blocks of the tensor (gate and up, or q, k and v), and it is saved "
     "or loaded as if it were one",
