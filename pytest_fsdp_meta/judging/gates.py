@@ -190,14 +190,17 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
     computed = view.evidence.inventory[0].computes_in
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
+    sharper = ""
     if own and set(computed) - own:
+        sharper = "; without the policy, this check sees smaller differences, and names their cause better"
         more += (
             f"; the loader computes in {' and '.join(computed)} (mixed-precision policy), the reference in "
             f"{' and '.join(sorted(own))}"
         )
     if problem:
         more += f"; the noise of the reference could not be measured ({problem})"
-    return cast(Explanation, {key: text if key == "remedy" else f"{text}{more}" for key, text in explanation.items()})
+    added = {key: sharper if key == "remedy" else more for key in explanation}
+    return cast(Explanation, {key: f"{text}{added[key]}" for key, text in explanation.items()})
 
 
 def explain_hooks_left_out(view: View) -> Explanation:

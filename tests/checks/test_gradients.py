@@ -170,9 +170,11 @@ def test_the_tolerance_follows_the_dtype(dtype, apart, status):
 def test_the_loaders_compute_dtype_sets_the_tolerance_and_is_named():
     evidence = replace(healthy(), inventory=tuple(replace(r, computes_in=("bfloat16",)) for r in healthy().inventory))
     assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=0.1)).status == "passed"
-    assert cause_of(remeasured(evidence, MIDDLE, apart=2.0)).endswith(
+    [finding] = verdict(PARITY, remeasured(evidence, MIDDLE, apart=2.0)).findings
+    assert finding.cause.endswith(
         "; the loader computes in bfloat16 (mixed-precision policy), the reference in float32"
     )
+    assert "without the policy, this check sees smaller differences" in finding.remedy
 
 
 def test_a_gradient_that_is_only_rounding_is_not_compared():

@@ -259,6 +259,14 @@ PARITY_AND_UPDATE = pytest.mark.parametrize(
 )
 
 
+def test_a_factor_that_explains_less_than_it_leaves_is_none():
+    noisy = with_noise(healthy(), gradients=of_middle(0.02))
+    [finding] = verdict(PARITY, remeasured(noisy, MIDDLE, 0.9, apart=0.03 * SIZE)).findings
+    assert finding.actual == "gradient is 0.9 times the reference's"
+    [finding] = verdict(PARITY, remeasured(noisy, MIDDLE, 0.95, apart=0.07 * SIZE)).findings
+    assert finding.actual == "gradient differs from the reference's"
+
+
 def test_the_factor_that_is_known_best_names_the_others():
     """In low precision, a small gradient that is 1.8 times too large may pass for one that is twice too large."""
     both = remeasured(remeasured(healthy(), MIDDLE, 1.8), EMBEDDING, 1.8)
