@@ -418,9 +418,10 @@ _BY_STEP = either(
     "",
     "train_step leaves out rows, as a zero_grad() between its micro-batches does, or scales or clips otherwise than "
     "one backward of the mean loss over the whole batch",
-    "train_step reduces it over other ranks or rows, or clips by the norm of one rank's shards",
-    "reduce once, after the last micro-batch; divide by what the reference divides by; clip once, after the "
-    "reduction, by the norm of all ranks' gradients",
+    "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
+    "of one rank's shards",
+    "reduce once, after the last micro-batch; divide by what the reference divides by (the tokens of all ranks); clip "
+    "once, after the reduction, by the norm of all ranks' gradients",
 )
 _OF_WHOLE_STEPS = frozenset({_BY_STEP["cause"], _BY_STEP["cause_alone"], _BY_STEP["cause_sharded"]})
 """Causes that would make every gradient wrong."""
