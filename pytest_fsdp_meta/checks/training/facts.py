@@ -275,5 +275,7 @@ class StepNotFinite:
     """Whether the step changed any trainable parameter of this rank: one with NaN in the first slice and, if it changed
     nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself, or if the
     model returns no floating tensors."""
+    kept: tuple[str, ...] = ()
+    """The parameters that are NaN after the next step, a right one, if all ranks skipped these."""
     waiting: str = ""
     """How the step did not end on some ranks, or empty."""

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import name_ranks
 
 
 @training_check(
-    promise="a step in which the model returns NaN on some ranks is made by all ranks, or skipped by all",
+    promise="a step in which the model returns NaN on some ranks is made by all ranks, or skipped by all, and what is "
+    "skipped has no effect on the next step",
     needs=["inventory", "not_finite"],
     fields=["train_step"],
     after=BLOCKING_CHECKS,
@@ -21,7 +22,7 @@ from pytest_fsdp_meta.text import name_ranks
     cause="each rank decides by its own loss whether it skips the step",
     remedy="decide by what all ranks know: the norm of the gradients, or whether all losses are finite "
     "(dist.all_reduce of isfinite(loss) with ReduceOp.MIN) before the backward",
-    references=["ecmwf/WeatherGenerator#2718", "Project-MONAI/monai-physio#137"],
+    references=["ecmwf/WeatherGenerator#2718", "Project-MONAI/monai-physio#137", "espnet/espnet#3283"],
 )
 def ranks_skip_alike(view: View) -> Iterable[Finding]:
     ranks = view.evidence.not_finite
@@ -52,9 +53,16 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
         if made and step:
             actual = "the step is made, although it is skipped where rank 0 has NaN"
             yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
+    kept = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.kept)
+    for name, holders in kept.items():
+        yield Finding(name, holders, "NaN after the step that follows a skipped one", "a number", **_KEPT)
 
 
 MADE_OR_SKIPPED = "made or skipped by all"
+_KEPT: Explanation = {
+    "cause": "a skipped step keeps its gradients, and the next one adds to them",
+    "remedy": "call zero_grad() whether the step is made or skipped",
+}
 _ONE_DECIDES: Explanation = {
     "cause": "one rank decides for all by its own loss",
     "remedy": "reduce over all data-parallel ranks whether the loss is finite, with ReduceOp.MIN",

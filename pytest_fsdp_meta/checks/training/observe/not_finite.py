@@ -25,8 +25,8 @@ from pytest_fsdp_meta.worlds import Rank, current, doing
 def observe_not_finite() -> StepNotFinite:
     """Run the author's step with NaN in what the model returns on the ranks of the first slice of the batch.
 
-    If that leaves all ranks as they were, run it again, with NaN on those of the last slice. The model may be of no use
-    afterwards.
+    If that leaves all ranks as they were, run it again, with NaN on those of the last slice; and, if that does as well,
+    once as it is. The model may be of no use afterwards.
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
@@ -37,8 +37,13 @@ def observe_not_finite() -> StepNotFinite:
         if steps and on_any_rank(steps[0] is not False):
             break
         steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
+    kept: tuple[str, ...] = ()
+    if not on_any_rank(any(step is not False for step in steps)):
+        _moves(subject, rank, rows, spoiling=False)
+        tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
+        kept = tuple(tensor.name for tensor in tensors if tensor.requires_grad and tensor.nan)
     moved = tuple(step for step in steps if step is not None)
-    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else ())
+    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else (), kept)
 
 
 def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
