@@ -150,8 +150,8 @@ def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
     names = _fold_tensors(list(details), verdict.model)
     if any(describe_mismatch(finding) != mismatch for finding in group):
         first = next(iter(details))
-        detail = "; ".join(filter(None, [details[first], "with other numbers for the others"]))
-        return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({first}: {detail})"]
+        detail = "; ".join(filter(None, [f"the numbers are those of {first}", details[first]]))
+        return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({detail})"]
     lines, shown = [], set[str]()
     for folded, name in names.items():
         detail = details[name]

@@ -115,7 +115,7 @@ ON_BOTH = f"ranks 0, 1: {RED}"
             ],
             [
                 "a.w, b.w, c.w, d.w, e.w, f.w and 1 more, rank 0: off by 0.5, but should be 0 "
-                "(a.w: 0%; with other numbers for the others)"
+                "(the numbers are those of a.w; 0%)"
             ],
             id="many lines that differ in numbers",
         ),

@@ -33,7 +33,7 @@ from pytest_fsdp_meta.worlds import SEED
 
 T = TypeVar("T")
 COMPILED = "torch.compile decides what to compute again"
-OWN_STEP = "train_step is not run once more for it, and nothing can be declared"
+OWN_STEP = "train_step is not run once more for it, and no declaration changes that"
 
 
 def observe_step_memory(
