@@ -27,7 +27,7 @@ def multiple(measure: Measure, allowed: float) -> str:
     factor = measure.factor
     if measure.residual > max(allowed, ROUNDING) or factor <= 0 or not measure.truth:
         return ""
-    # What a factor explains less of than it leaves is no factor.
+    # A factor that leaves more of the difference than it explains says nothing.
     constant = abs(factor - 1) >= max(SLIGHT, measure.residual)
     return whole(factor, max(allowed, 1e-3)) or (f"{factor:.4g}" if constant else "")
 

@@ -69,7 +69,7 @@ SAVE_NOT_RETRIED = "saving hung or ended a rank, and is not tried again"
 NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(reference=<callable>)"
 MODEL_ALONE = {"saved": "continued", "kept": "continued", "restored": "resumed", "resharded": "resumed"}
 """Where the second of these fails, the author's functions are called for the model alone. Many expect an optimizer, and
-raise errors without one, of which the earlier failure is the cause."""
+raise other errors without one: the earlier failure is reported instead."""
 MORE = "an epoch has more batches than are read"
 LEFT = 3
 """Batches: with fewer after the first checkpoint, none follow the second one. Also how many too many are read."""

@@ -76,7 +76,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         taken = list(tensors_in((args, tuple(kwargs.values()))))
         drawn = {self._unapplied[key][0]: t.shape for t in taken if (key := _address(t)) in self._unapplied}
         held = self._held(taken) if drawn else []
-        operand = " ".join(map(digest, held))  # before the call, which may overwrite it
+        operand = _digest_of(held)  # before the call, which may overwrite it
         shapes = [tensor.shape for tensor in held]
         out = func(*args, **kwargs)
         for number, shape in drawn.items():
@@ -114,7 +114,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
             # What is overwritten with random numbers, as by bernoulli_(), is nothing that they are applied to.
             written = set(map(_address, made))
             held = self._held(t for t in taken if _address(t) not in written)
-            self._apply(len(self.draws) - 1, " ".join(map(digest, held)), out)
+            self._apply(len(self.draws) - 1, _digest_of(held), out)
         self._dtensor_operator = None
         return out
 
@@ -168,6 +168,10 @@ class DrawsWithoutDropout:
         yield
         if before:
             self._drew = bool(changed_generators(before, read_states(self._device)))
+
+
+def _digest_of(held: Iterable[Tensor]) -> str:
+    return " ".join(map(digest, held))
 
 
 def _repeats_over_rows(drawn: torch.Size, operand: torch.Size) -> bool:

@@ -317,10 +317,10 @@ def _is_in_blocks(view: View, name: str) -> bool:
 
 
 NOT_THERE = "Missing key", "No such file", "not found"
-"""What loading says of a key or a file that nobody has saved."""
+"""What errors say of a key or a file that is missing."""
 _OF_EACH_RANK: Explanation = {
     "cause": "resume() asks for a key or a file of each rank, such as its random state, and fewer ranks have saved",
-    "remedy": "read which keys or files there are, and let a rank without its own begin anew (seed by its index); save "
+    "remedy": "read which keys or files there are, and seed the ranks that have none by their index; save "
     "what belongs to no rank, such as shards, by its place in the whole tensor",
 }
 _IN_BLOCKS: Explanation = {

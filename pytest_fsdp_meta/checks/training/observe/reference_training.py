@@ -69,7 +69,7 @@ def train_reference(
     rounds of micro-batches of ``data_parallel_size`` ranks; with ``short``, those of half of each rank's rows as well.
     The modules ``evaluating`` on the ranks are in ``eval()`` here, too. Where trainings in ``train()`` cannot be
     compared, as those of some models that are ``compiled`` on the ranks, this one and all that follow in this world are
-    in ``eval()``; if that raises, there are no results, and the facts say why.
+    in ``eval()``; if that raises, the facts have only the reason.
     """
     rank = current()
     rank.state[EVALUATING] = tuple(evaluating)
