@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 TESTS = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
-FAST = ("-m", "not slow and not nightly")
+MANY = ("-n", "logical", "--maxprocesses", "12")
+"""Side by side, on a GPU that they share: what a test does is mostly the work of CPUs."""
 SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 OWN = "--fsdp-require-gpu"
 ON_GPU, ON_GPUS = (*TESTS, "tests/gpu/test_gpu.py"), (*TESTS, "tests/gpu/test_nccl.py")
@@ -46,7 +47,7 @@ STEPS = (
     Step(
         "preloaded modules and memory",
         75,
-        "the fork server was refused (worlds/rank/preload.py; 'asked CUDA for its devices': NVML was not found, see "
+        "the fork server was refused (worlds/rank/preload.py; 'initialised CUDA': NVML was not found, see "
         "LD_LIBRARY_PATH), or GPU memory is not measured as torch does (checks/memory/observe/peak.py)",
         (*ON_GPU, "-k", "preloaded or memory"),
     ),
@@ -73,7 +74,19 @@ STEPS = (
         "conforming loaders, gloo on GPUs",
         150,
         "ranks that share a GPU differ from those with their own in the group, and in the memory left for each",
-        (*CONFORMING, *SHARED, "-m", "not nightly", "-k", "test_sharded"),
+        (*CONFORMING, *SHARED, *MANY, "-m", "not nightly", "-k", "test_sharded"),
+    ),
+    Step(
+        "a defect of each check, gloo",
+        200,
+        "a check is blind on GPUs, or its text differs there",
+        (*TESTS, "conformance/test_defects.py", *SHARED, *MANY, "-m", "not nightly"),
+    ),
+    Step(
+        "right loaders of every form, gloo",
+        200,
+        "a check cries wolf on GPUs: it draws or rounds otherwise (ranks/reproducible.py)",
+        (*TESTS, "conformance/test_forms.py", *SHARED, *MANY, "-m", "not nightly"),
     ),
     Step(
         "the same in bfloat16 with 2048 tokens",
@@ -98,25 +111,25 @@ STEPS = (
         "HSDP, uneven shards, frozen weights, gloo",
         120,
         "as for conforming loaders, gloo on GPUs",
-        (*CONFORMING, *SHARED, *FAST, "-k", "hsdp or uneven or frozen"),
+        (*CONFORMING, *SHARED, *MANY, "-m", "not slow and not nightly", "-k", "hsdp or uneven or frozen"),
     ),
     Step(
         "transformers' loader, gloo",
         120,
         "transformers loads otherwise onto GPUs",
-        (*TESTS, "conformance/test_transformers_loader.py", *SHARED, *FAST),
+        (*TESTS, "conformance/test_transformers_loader.py", *SHARED, *MANY, "-m", "not slow and not nightly"),
     ),
     Step(
         "worlds on CPUs, on this machine",
         120,
         "the process group of a CPU world is made otherwise where torch sees a GPU (worlds/rank/rendezvous.py)",
-        (*TESTS, "tests/worlds/test_worlds.py", "tests/worlds/test_faults.py"),
+        (*TESTS, *MANY, "tests/worlds/test_worlds.py", "tests/worlds/test_faults.py"),
     ),
     Step(
-        "a defect of each check, gloo",
+        "the other defects, gloo",
         200,
         "a check is blind on GPUs, or its text differs there",
-        (*TESTS, "conformance/test_defects.py", *SHARED, *FAST),
+        (*TESTS, "conformance/test_defects.py", *SHARED, *MANY, "-m", "nightly"),
     ),
     Step("times", 120, "worlds start otherwise than in the tests above", ("-m", "benchmarks.gpu_times")),
     Step(

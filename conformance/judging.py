@@ -91,6 +91,8 @@ class LoaderJudge:
             return world
         gpus = self._preload.count_gpus()
         _, backend = choose(world.size, "cuda", self._backend, gpus)
+        if "pp" in world.mesh and backend == "gloo":
+            pytest.skip("gloo does not send what is in the memory of a GPU from stage to stage")
         return replace(world, backend=backend, devices=tuple(rank % gpus for rank in range(world.size)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,6 +38,8 @@ class Case:
     world: WorldSpec
     spec: ConformanceSpec | WorldMarkerSpec
     check: str = ""
+    lacking: str = ""
+    """Why this machine cannot run the world, or ""; an error if the item is selected."""
 
 
 def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
@@ -63,37 +65,44 @@ def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
             if mark == SPMD:
                 require_plain_function(metafunc.function, "an SPMD test")
             spec = markers.read_world_marker_spec(args, kwargs, settings.world_sizes)
-        worlds = [_world(spec, mesh, settings, gpus) for mesh in spec.meshes]
+        worlds = [_world(spec, mesh, settings) for mesh in spec.meshes]
     except ValueError as error:
         session.usage_problems.append((metafunc.definition.nodeid, f"@{mark}: {error}"))
         return
+    cases = []
+    for world in worlds:
+        lacking = ""
+        if gpus is not None and not world.simulated:
+            try:
+                world = _on_devices(world, settings, gpus)
+            except ValueError as error:
+                lacking = f"@{mark}: {error}"
+        cases += _cases(spec, world, lacking, several=len(worlds) > 1)
     metafunc.fixturenames.append(ARGUMENT)
-    metafunc.parametrize(ARGUMENT, _cases(spec, worlds))
+    metafunc.parametrize(ARGUMENT, cases)
 
 
-def _cases(spec: ConformanceSpec | WorldMarkerSpec, worlds: Sequence[WorldSpec]) -> list[Any]:
-    several = len(worlds) > 1
+def _cases(spec: ConformanceSpec | WorldMarkerSpec, world: WorldSpec, lacking: str, several: bool) -> list[Any]:
     if isinstance(spec, WorldMarkerSpec):
-        return [pytest.param(Case(world, spec), id=f"world{world.size}" if several else HIDDEN) for world in worlds]
+        return [pytest.param(Case(world, spec, "", lacking), id=f"world{world.size}" if several else HIDDEN)]
     return [
         pytest.param(
-            Case(world, spec, check),
+            Case(world, spec, check, lacking),
             id=f"{'simulated' if world.simulated else 'world'}{world.size}-{check}" if several else check,
             marks=[pytest.mark.skip(reason=spec.skip[check])] if check in spec.skip else [],
         )
-        for world in worlds
         for check in spec.checks
     ]
 
 
-def _world(
-    spec: ConformanceSpec | WorldMarkerSpec, mesh: Mapping[str, int], settings: Settings, gpus: int | None
-) -> WorldSpec:
+def _world(spec: ConformanceSpec | WorldMarkerSpec, mesh: Mapping[str, int], settings: Settings) -> WorldSpec:
     world = WorldSpec(mesh, timeout=spec.timeout or settings.timeout, process_group=spec.process_group)
     if isinstance(spec, ConformanceSpec) and spec.simulate:
         return replace(world, backend="fake", simulated=_simulated_ranks(mesh, spec.simulate_ranks, settings))
-    if gpus is None:
-        return world
+    return world
+
+
+def _on_devices(world: WorldSpec, settings: Settings, gpus: int) -> WorldSpec:
     here = "this machine" if settings.engine == "local" else "the cluster"
     device, backend = choose(world.size, settings.device, settings.backend, gpus, settings.require_gpu, here)
     devices = tuple(rank % gpus for rank in range(world.size)) if device == "cuda" else ()

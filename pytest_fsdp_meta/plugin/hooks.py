@@ -99,9 +99,12 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     return collection.make_items((yield))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Check all tests before other plugins deselect some, and the devices of those that are left."""
     usage_errors.check_usage(config.stash[SESSION], items)
+    yield
+    usage_errors.check_devices(config.stash[SESSION], items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

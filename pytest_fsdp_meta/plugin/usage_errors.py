@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import pytest
 
 from pytest_fsdp_meta.plugin import _pytest_private, xdist_workers
-from pytest_fsdp_meta.plugin.collection import ARGUMENT
+from pytest_fsdp_meta.plugin.collection import ARGUMENT, Case
 from pytest_fsdp_meta.plugin.items import RanksItem
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
@@ -24,15 +24,26 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
     It has one line per problem, however many tests or files have it.
     An xdist worker raises nothing, because the controller would replace it; the controller raises instead.
     """
-    config, found = session.config, session.usage_problems
-    is_worker = hasattr(config, "workerinput")
-    places: dict[str, dict[str, None]] = {}
-    for where, what in (
+    found = session.usage_problems
+    _report(
+        session.config,
+        items,
         *found,
         *_late_checks(session),
         *_item_problems(items, {where for where, _ in found}),
-        *_duplicate_names(items, scheduled=is_worker),
-    ):
+        *_duplicate_names(items, scheduled=hasattr(session.config, "workerinput")),
+    )
+
+
+def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
+    """Raise one UsageError, as ``check_usage`` does, if this machine lacks GPUs for a world that is to run."""
+    _report(session.config, selected, *_lacking_devices(selected))
+
+
+def _report(config: pytest.Config, items: list[pytest.Item], *problems: tuple[str, str]) -> None:
+    is_worker = hasattr(config, "workerinput")
+    places: dict[str, dict[str, None]] = {}
+    for where, what in problems:
         places.setdefault(" ".join(what.split()), {})[where] = None  # a value, such as an array, may have several lines
     message = "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
     if message and is_worker:
@@ -40,6 +51,13 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
         items.clear()
     elif message:
         raise pytest.UsageError(message)
+
+
+def _lacking_devices(items: Iterable[pytest.Item]) -> Iterator[tuple[str, str]]:
+    for item in items:
+        case = _pytest_private.parameters(item).get(ARGUMENT)
+        if isinstance(item, pytest.Function) and isinstance(case, Case) and case.lacking:
+            yield _test_of(item), case.lacking
 
 
 def _late_checks(session: PluginSession) -> Iterator[tuple[str, str]]:
@@ -56,10 +74,14 @@ def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> I
     """Yield the problems of tests for which none has been ``reported`` yet."""
     for item in items:
         if isinstance(item, pytest.Function):
-            assert item.parent is not None
-            where, what = f"{item.parent.nodeid}::{item.originalname}", _problem(item)
+            where, what = _test_of(item), _problem(item)
             if what is not None and where not in reported:
                 yield where, what
+
+
+def _test_of(item: pytest.Function) -> str:
+    assert item.parent is not None
+    return f"{item.parent.nodeid}::{item.originalname}"
 
 
 def _duplicate_names(items: Sequence[pytest.Item], scheduled: bool) -> Iterator[tuple[str, str]]:

@@ -174,6 +174,14 @@ def test_a_missing_device(project: Project, monkeypatch: pytest.MonkeyPatch, arg
     assert errors(project.collect(*args)) == [f"test_it.py::test_x and 1 more: @fsdp_conformance: {message}"]
 
 
+def test_devices_need_to_exist_only_for_tests_that_are_selected(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_fsdp_meta.worlds.ForkServerEngine.count_gpus", lambda engine: 0)
+    project.write("test_it.py", LOADER + "def test_plain(): ...")
+    project.collect("--fsdp-device=cuda", "-k", "plain").assert_outcomes(passed=1, deselected=1)
+
+
 def test_a_missing_device_is_no_error_where_nothing_runs(project: Project) -> None:
     project.write("test_plain.py", "def test_x(): ...")
     project.collect("--fsdp-device=cuda").assert_outcomes(passed=1)

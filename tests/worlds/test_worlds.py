@@ -472,10 +472,15 @@ def test_forking_works_despite_modules_that_cannot_be_preloaded(tmp_path: Path) 
             "libc.pthread_setname_np(thread, b'pt_autograd_0')",
             "importing the test modules started threads (pt_autograd_0)",
         ),
-        # What CUDA opens, whoever starts it: here a file of that name.
-        (
-            "import os, tempfile\nFILE = open(os.path.join(tempfile.mkdtemp(), 'nvidia-uvm'), 'w')",
+        pytest.param(
+            "import ctypes, subprocess, tempfile\n"
+            "library = tempfile.mkdtemp() + '/libcuda.so.1'\n"
+            "command = ['cc', '-shared', '-Wl,-soname,libcuda.so.1', '-x', 'c', '-', '-o', library]\n"
+            "subprocess.run(command, input=b'int cuDeviceGetCount(int *n) { return 0; }', check=True)\n"
+            "ctypes.CDLL(library)",
             "importing the test modules initialised CUDA",
+            id="a driver that somebody has initialised",
+            marks=pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
         ),
     ],
 )
@@ -495,12 +500,13 @@ def test_ranks_are_spawned_where_forking_is_unsafe(tmp_path: Path, text: str, re
     assert shared.method == "bare"
 
 
-def test_forking_works_despite_threads_that_their_library_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["jemalloc_bg_thd", "cuda00001800007"])
+def test_forking_works_despite_threads_that_a_fork_may_lose(tmp_path: Path, name: str) -> None:
     (tmp_path / "allocator.py").write_text(
         "import ctypes\n"
         "libc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
         "libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)\n"
-        "libc.pthread_setname_np(thread, b'jemalloc_bg_thd')"
+        f"libc.pthread_setname_np(thread, b'{name}')"
     )
     shared = _preload(tmp_path, "allocator")
     with World(WorldSpec({"dp": 2}), shared) as world:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -34,8 +36,11 @@ DEVICE_FILES = ("/dev/nvidia*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 """What CUDA and ROCm open when they start: the driver of a card, of a Jetson, of WSL, of AMD."""
 TORCH_ON_FORK = "Cannot re-initialize CUDA in forked subprocess"
 """What torch says in a forked process instead of "Found no NVIDIA driver", if CUDA was asked before the fork."""
-FORKABLE_THREADS = frozenset({"jemalloc_bg_thd"})
-"""Native threads whose library starts them again after a fork: that of the allocator which pyarrow brings."""
+FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
+"""Native threads that a fork may lose. That of jemalloc, which pyarrow brings, is started again. The other is NVML's,
+which counts GPUs for ``torch.cuda.is_available()``: CUDA starts in a fork of that process (seen with driver 580)."""
+NOT_INITIALISED = 3
+"""CUDA_ERROR_NOT_INITIALIZED: nobody in this process has called cuInit with success."""
 
 
 class LooseModules(MetaPathFinder):
@@ -167,15 +172,12 @@ def hint(text: str) -> str:
 
 def why_unsafe() -> str:
     """Return the reason why this process must not be forked, or ""."""
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    others = others or _native_threads()
-    if others:
-        return f"importing the test modules started threads ({', '.join(others)})"
-    if _uses_the_driver():
-        return "importing the test modules initialised CUDA"
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if _cuda_has_started() or (torch is not None and torch.cuda.is_initialized()):
         return "importing the test modules initialised CUDA"
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others := others or _native_threads():
+        return f"importing the test modules started threads ({', '.join(others)})"
     if torch is not None and torch.backends.cuda.is_built() and has_gpu_files() and _forks_without_cuda(torch):
         return "importing the test modules asked CUDA for its devices"
     return ""
@@ -187,17 +189,20 @@ def _native_threads() -> list[str]:
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that has just ended
             name = (task / "comm").read_text("utf-8", "replace").strip()
-            names += [name] if int(task.name) != os.getpid() and name not in FORKABLE_THREADS else []
+            names += [name] if int(task.name) != os.getpid() and not FORKABLE_THREADS.fullmatch(name) else []
     return sorted(names)
 
 
-def _uses_the_driver() -> bool:
-    """Return whether CUDA runs in this process, whoever started it: torch knows only of what it started itself."""
-    for descriptor in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # the descriptor of this listing
-            if os.readlink(descriptor).endswith("/nvidia-uvm"):
-                return True
-    return False
+def _cuda_has_started() -> bool:
+    """Return whether CUDA runs in this process, whoever started it: torch knows only of what it started itself.
+
+    Its open files do not tell: NVML, which only counts GPUs, opens the same ones.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALISED)
 
 
 def _forks_without_cuda(torch: Any) -> bool:
