@@ -51,7 +51,7 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
             yield Finding(
                 name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
-    found = list(_wrong_accumulation(view, runs, recorded))
+    found = list(_wrong_gradients(view, runs, recorded, "accumulated", _AT_THE_END, _STAYS_OFF, _OVERWRITTEN))
     changing = next(changed_by_forward(view), None)
     if found and changing is not None:
         raise NotJudged(
@@ -92,10 +92,7 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
         raise NotJudged("train_step runs one backward, and grad_parity compares its gradients")
     refusing = "train_step refuses half of the rows of a batch"
     recorded = _recorded([run.short for run in runs], refusing, ", so no step can be half as long")
-    limits = limits_of(view, "short")
-    pairs = _comparisons(view, recorded, view.names("parameter", but=excused_gradients(view, runs)))
-    found = list(_lost(view.reference.gradients, runs, recorded, _SHORT, _NEVER_LAST))
-    found += [finding for name, own in pairs.items() for finding in _wrong_sums(name, own, limits, _SHORT, _FULL_SIZE)]
+    found = list(_wrong_gradients(view, runs, recorded, "short", _SHORT, _NEVER_LAST, _FULL_SIZE))
     changing = next(changed_by_forward(view), None)
     if found and changing is not None:
         raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
@@ -126,15 +123,22 @@ def _comparisons(
     return pairs
 
 
-def _wrong_accumulation(
-    view: View, runs: Sequence[RankTraining], recorded: Sequence[Accumulation]
+def _wrong_gradients(
+    view: View,
+    runs: Sequence[RankTraining],
+    recorded: Sequence[Accumulation],
+    steps: str,
+    when: str,
+    if_lost: Explanation,
+    if_wrong: Explanation,
 ) -> Iterator[Finding]:
-    limits = limits_of(view, "accumulated")
+    """Yield the gradients that these ``steps`` have lost or summed wrongly; ``when`` says in which they did."""
+    limits = limits_of(view, steps)
     names = view.names("parameter", only=view.reference.gradients, but=excused_gradients(view, runs))
     pairs = _comparisons(view, recorded, names)
-    yield from _lost(names, runs, recorded, _AT_THE_END, _STAYS_OFF)
+    yield from _lost(names, runs, recorded, when, if_lost)
     for name in names:
-        yield from _wrong_sums(name, pairs.get(name, []), limits, _AT_THE_END, _OVERWRITTEN)
+        yield from _wrong_sums(name, pairs.get(name, []), limits, when, if_wrong)
 
 
 def _lost(
