@@ -304,3 +304,11 @@ def test_settings_are_plain_text():
     assert settings["weight"].startswith("lr=0.5; ")
     assert "mesh" not in settings["weight"]
     assert "initial_lr" not in settings["weight"]
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_an_optimizer_that_needs_a_closure_is_refused(built: bool) -> None:
+    model = nn.Linear(4, 4)
+    declared: Any = torch.optim.LBFGS(model.parameters()) if built else torch.optim.LBFGS
+    with pytest.raises(SubjectError, match=r"LBFGS.step\(\) needs a closure, .* declare another one, such as SGD"):
+        make_optimizer(Subject(model, optimizer=declared))
