@@ -47,6 +47,14 @@ def test_one_seed_for_different_rows():
     assert finding.cause.startswith("the seed depends on some dimensions of the mesh")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_seed_in_each_step(ranks):
+    steps = [replace(step, repeating=(DROPOUT, "last")) for step in healthy(ranks).training_mode or ()]
+    [finding] = verdict(FOLLOW, replace(healthy(ranks), training_mode=tuple(steps))).findings
+    assert (finding.tensor, finding.ranks) == (DROPOUT, tuple(range(ranks)))
+    assert finding.actual == "draws the same random numbers in each step"
+
+
 def test_many_modules_make_one_finding():
     evidence = redrawn(healthy(), **ONE_SEED)
     steps = evidence.training_mode or ()

@@ -30,7 +30,7 @@ class _Pair(NamedTuple):
 
 @random_numbers_check(
     promise="in training, ranks that compute the same activation draw the same random numbers for it, ranks with other "
-    "rows draw others, and replicas stay equal where each rank draws from its own generator",
+    "rows draw others, and so does the next step; replicas stay equal where each rank draws from its own generator",
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=[*BLOCKING_CHECKS, "replicas_stay_equal"],
@@ -48,6 +48,9 @@ class _Pair(NamedTuple):
 )
 def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     steps = _steps_with_draws(view)
+    repeating = [(rank, step.repeating[0]) for rank, step in enumerate(steps) if step.repeating]
+    for module, ranks in ranks_by(repeating).items():
+        yield Finding(module or None, ranks, *_SAME_IN_EACH_STEP, **_SEEDED_IN_EACH_STEP)
     if len(steps) == 1:
         raise NotJudged("there is one rank, so nothing can differ between ranks")
     places = coordinates(view.evidence)
@@ -175,6 +178,11 @@ _OWN_NUMBERS: Explanation = {
     "cause": "the optimizer's step draws from each rank's own generator (stochastic rounding, noise), so the replicas "
     "of one weight get different numbers",
     "remedy": "draw for a weight from a generator that all its replicas seed alike, and only its shards differently",
+}
+_SAME_IN_EACH_STEP = "draws the same random numbers in each step", "other numbers in the next step"
+_SEEDED_IN_EACH_STEP: Explanation = {
+    "cause": "train_step, or the model, sets a seed that does not depend on the step",
+    "remedy": "set the seed once, before training, or let it depend on the step as well",
 }
 _NOT_ALIKE: tuple[str, str, Explanation] = (
     "draws different random numbers for the same activation",

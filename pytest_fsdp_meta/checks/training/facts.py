@@ -263,6 +263,8 @@ class RankTrainingMode:
     """Why that forward failed, or empty."""
     after: RankInventory | None = None
     """The inventory after the step; None if nothing is trainable."""
+    repeating: tuple[str, ...] = ()
+    """The modules that drew from a generator in the next step of the author's, which left it as the step before did."""
 
 
 @dataclass(frozen=True)

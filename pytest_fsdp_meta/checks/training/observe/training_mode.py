@@ -40,7 +40,7 @@ DROPPING = ("dropout", "bernoulli_", "attention")
 def observe_training_mode() -> RankTrainingMode:
     """Run the step, the author's or a plain one; it changes the model, which nothing is compared with afterwards.
 
-    A module that the author's step leaves in ``eval()`` shows in a second one.
+    A module that the author's step leaves in ``eval()`` shows in a second one, and so does a seed that it sets.
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
@@ -54,26 +54,38 @@ def observe_training_mode() -> RankTrainingMode:
     doing("a step with dropout")
     set_all(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
     modes = ModeWatch(subject.model)
-    with modes.watching(), watching_draws(subject.model, rank.device) as watch:
-        optimizer = _step_with_dropout(subject, rank, rows)
-        hidden = watch.hidden
-    reshard(subject.model)
-    after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
-    left: tuple[str, ...] = ()
-    if optimizer is not None and subject.train_step is not None and on_any_rank(modes.fallen()):
-        doing("a second step with dropout")
-        next_modes = ModeWatch(subject.model)
-        with next_modes.watching():
-            _step_with_dropout(subject, rank, rows)
-        left = modes.left(next_modes)
+    with ExitStack() as kept:
+        with modes.watching(), watching_draws(subject.model, rank.device) as watch:
+            optimizer = _step_with_dropout(subject, rank, rows, kept)
+            hidden = watch.hidden
+        reshard(subject.model)
+        after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
+        left: tuple[str, ...] = ()
+        repeating: tuple[str, ...] = ()
+        own_step = optimizer is not None and subject.train_step is not None
+        fallen = own_step and on_any_rank(modes.fallen())
+        if fallen or (own_step and on_any_rank(bool(watch.draws))):
+            doing("a second step with dropout")
+            next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
+            with next_modes.watching(), watching_draws(subject.model, rank.device) as next_watch:
+                _step_with_dropout(subject, rank, rows)
+            left = modes.left(next_modes) if fallen else ()
+            seeded = set(changed_generators(rank.state[LEFT_BY_LOADER].torch, begun))
+            seeded -= set(changed_generators(begun, read_states(rank.device)))
+            repeating = tuple(dict.fromkeys(draw.module for draw in next_watch.draws if draw.generator in seeded))
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
-    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after)
+    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
 
 
-def _step_with_dropout(subject: Subject, rank: Rank, rows: dict[str, Any]) -> Optimizer | None:
-    """Run a step as in production; return the optimizer, or None if nothing is trainable."""
+def _step_with_dropout(
+    subject: Subject, rank: Rank, rows: dict[str, Any], kept: ExitStack | None = None
+) -> Optimizer | None:
+    """Run a step as in production; return the optimizer, or None if nothing is trainable.
+
+    The first step begins the schedule again until ``kept`` is closed.
+    """
     with deterministic(), with_dropout(subject.model, rank.device):
         optimizer = last_optimizer(subject, rank)
         if optimizer is None:
@@ -85,8 +97,9 @@ def _step_with_dropout(subject: Subject, rank: Rank, rows: dict[str, Any]) -> Op
             optimizer.step()
         else:
             beside = last_beside(subject, rank, optimizer)
-            with beside.kept_schedule(optimizer):
-                run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
+            if kept is not None:
+                kept.enter_context(beside.kept_schedule(optimizer))
+            run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
     return optimizer
 
 
