@@ -292,7 +292,19 @@ def _describe(module: Module) -> ModuleFacts:
     forward = inspect.unwrap(vars(module).get("forward", kind.forward))
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
-    return ModuleFacts(kind.__name__, file, line, splits_output=_splits_output(module))
+    return ModuleFacts(kind.__name__, file, line, settings=_settings(module), splits_output=_splits_output(module))
+
+
+def _settings(module: Module) -> dict[str, str]:
+    plain = {name: value for name, value in vars(module).items() if _is_plain(value) and not name.startswith("_")}
+    plain.pop("training", None)
+    return {name: repr(value) for name, value in plain.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _splits_output(module: Module) -> bool:

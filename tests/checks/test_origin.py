@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, RankTrace, TracedCall
-from pytest_fsdp_meta.checks.tracing.judge import Place, describe_origin, find_place, follow_step
+from pytest_fsdp_meta.checks.tracing.judge import Place, describe_origin, explain_settings, find_place, follow_step
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from tests.checks.evidence_factory import healthy, on_runs, remeasured, verdict
@@ -200,6 +200,25 @@ def test_the_class_of_the_reference_is_named_if_it_is_another():
     assert describe_origin(unknown).startswith("block.mlp, forward")
     built_in = [replace(one, modules={"block.mlp": ModuleFacts("Compiled")}) for one in traces]
     assert describe_origin(built_in).startswith("block.mlp (Compiled), forward")
+
+
+@pytest.mark.parametrize("module", ["block.mlp", "embed"])
+def test_a_setting_of_the_module_where_it_starts_explains_it(module):
+    facts = {**FACTS, module: replace(FACTS[module], otherwise=("eps is 0.1, in the reference 0.2", "scale is 3, ..."))}
+    traces = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
+    explained = explain_settings(traces)
+    if module == "block.mlp":
+        assert (
+            explained["cause"] == "block.mlp is configured otherwise: eps is 0.1, in the reference 0.2; scale is 3, ..."
+        )
+    else:
+        assert explained == {}
+    # Where nothing departs, such as with an index of padding, the tensors that differ say which modules to ask.
+    agreeing = [replace(one, modules=facts) for one in both({})]
+    assert explain_settings(agreeing, [f"{module}.weight", "head.weight"])["cause"].startswith(
+        f"{module} is configured"
+    )
+    assert explain_settings(agreeing, ["head.weight"]) == explain_settings(agreeing, [module], step=1) == {}
 
 
 def test_ranks_are_merged():

@@ -79,6 +79,10 @@ class ModuleFacts:
     line: int = 0
     reference: str = ""
     """The class of the reference's module if it is another one."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Its public attributes that are plain values, as text."""
+    otherwise: tuple[str, ...] = ()
+    """Of a rank's module: those that the reference's has otherwise, each with both values."""
     splits_output: bool = False
     """Whether it is a linear layer that returns a part of its output on each rank, because its weight is split."""
 

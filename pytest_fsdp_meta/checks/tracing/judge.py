@@ -24,6 +24,7 @@ from pytest_fsdp_meta.checks.tracing.facts import (
     RankTrace,
     TracedCall,
 )
+from pytest_fsdp_meta.judging.findings import Explanation
 from pytest_fsdp_meta.text import name_ranks
 
 PARTS = 0.05
@@ -127,6 +128,8 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
 JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
+SETTINGS = 3
+"""Of the settings that a module has otherwise, as many are named."""
 NEAR_ONE = 0.01
 """A factor that is nearer to 1 has more digits."""
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -179,6 +182,34 @@ def describe_origin(
         return describe_place(place, traces)
     problem = next((trace.problem for trace in traces or () if trace.problem), "")
     return otherwise or (problem and f"not looked for in the modules: {problem}")
+
+
+def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] = (), step: int = 0) -> Explanation:
+    """Explain a difference by a setting that the reference's module has otherwise; return {} if there is none.
+
+    That is the module where the difference starts or, if that is not known, the only one that has such a setting of
+    those with the ``tensors`` that differ.
+    """
+    if not traces or traces[0].step != step:
+        return {}
+    place = find_place(traces)
+    modules = dict.fromkeys([place.module] if place is not None else (name.rpartition(".")[0] for name in tensors))
+    others = {name: _otherwise(name, traces) for name in modules}
+    found = [(name, texts) for name, texts in others.items() if texts]
+    if len(found) != 1:
+        return {}
+    [(name, texts)] = found
+    return {
+        "cause": f"{name or 'the model'} is configured otherwise: {'; '.join(texts[:SETTINGS])}",
+        "remedy": "build the module from the configuration of the reference, and look for code that makes it anew or "
+        "changes it afterwards",
+    }
+
+
+def _otherwise(module: str, traces: Sequence[RankTrace]) -> tuple[str, ...]:
+    return next(
+        (t.modules[module].otherwise for t in traces if module in t.modules and t.modules[module].otherwise), ()
+    )
 
 
 def find_place(traces: Sequence[RankTrace]) -> Place | None:

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
-from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, RankTrace
+from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
@@ -110,15 +110,30 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     ours, theirs = compared.entered, traced.arguments
     if [call for call in theirs if call in ours] != [call for call in ours if call in theirs]:
         return RankTrace(rows, step=traced.step, problem="modules run in another order than in the reference")
-    modules = {
-        name: replace(facts, reference=reference.kind)
-        if (reference := traced.modules.get(name)) is not None and reference.kind != facts.kind
-        else facts
-        for name, facts in describe_modules(subject.model).items()
-    }
+    modules = {name: _beside(traced.modules.get(name), own) for name, own in describe_modules(subject.model).items()}
     forward, backward = compared.calls()
     draws = tuple(name for name in drawing if name not in traced.draws)
     return RankTrace(rows, forward, backward, modules, draws=draws, handed=traced.hands_over, step=traced.step)
+
+
+def _beside(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFacts:
+    """Return the facts with what the reference's module has otherwise. A size may be divided by ranks."""
+    bare = replace(own, settings={})
+    if reference is None:
+        return bare
+    if reference.kind != own.kind:
+        return replace(bare, reference=reference.kind)
+    both = [(name, value, reference.settings.get(name, value)) for name, value in own.settings.items()]
+    others = (
+        f"{name} is {value}, in the reference {its}"
+        for name, value, its in both
+        if value != its and not _divides(value, its)
+    )
+    return replace(bare, otherwise=tuple(others))
+
+
+def _divides(value: str, whole: str) -> bool:
+    return value.isdigit() and whole.isdigit() and int(value) > 0 and int(whole) % int(value) == 0
 
 
 def _describe(error: Exception) -> str:

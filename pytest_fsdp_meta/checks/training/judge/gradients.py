@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
-from pytest_fsdp_meta.checks.tracing.judge import describe_origin
+from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
 from pytest_fsdp_meta.checks.training.judge.backward import (
     describe_first_departure,
     sort_by_backward,
@@ -80,6 +80,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
+        elif configured := explain_settings(view.evidence.traces, departing):
+            found = [finding.explained_by(configured) for finding in found]
         elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
             found = [
                 finding.explained_by(_ENTERS_LATER) if finding.cause in _OF_WHOLE_STEPS else finding

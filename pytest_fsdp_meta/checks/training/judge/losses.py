@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, find_place, follow_step
+from pytest_fsdp_meta.checks.tracing.judge import (
+    AGREE,
+    FORWARD,
+    describe_origin,
+    explain_settings,
+    find_place,
+    follow_step,
+)
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import sequence_places
@@ -178,7 +185,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
 def _explain_forward(view: View, by_step: bool) -> Explanation:
     """Explain a first loss by what was traced of its forward, if anything was."""
     if _starts_in_a_module(view):
-        return add_precision(view, _OTHER_MODULE)
+        return explain_settings(view.evidence.traces) or add_precision(view, _OTHER_MODULE)
     if by_step and _forward_agrees(view):
         return _explain_other_loss(view)
     return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
