@@ -42,7 +42,7 @@ class Member(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has stopped the process; False where that is not known."""
+        """Whether a signal such as SIGSTOP has stopped the process."""
 
     def send(self, note: bytes) -> None:
         """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""

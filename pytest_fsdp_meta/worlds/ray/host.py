@@ -189,6 +189,8 @@ class _Relay:
             self.member.kill()
         elif name == "request_stack":
             self.member.request_stack()
+        elif name == "is_stopped":
+            _send(self.parent, "answer", self.member.is_stopped)
         elif name == "stack":
             _send(self.parent, "answer", self.member.stack(time.monotonic() + arguments[0]))
         elif name == "written":

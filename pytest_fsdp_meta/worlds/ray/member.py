@@ -79,7 +79,7 @@ class RemoteMember:
 
     @property
     def is_stopped(self) -> bool:
-        return False  # not known on this machine
+        return bool(self._query("is_stopped", seconds=ANSWER_TIMEOUT))
 
     def send(self, note: bytes) -> None:
         self._command("send", messages.read_note(note))
