@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
 from pytest_fsdp_meta.checks.training.judge.backward import (
     describe_first_departure,
     sort_by_backward,
     unreduced_gradients,
+)
+from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
+    BY_STEP,
+    NOT_CLIPPED,
+    explain_factor,
+    explain_other,
+    explain_own_norms,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
@@ -20,9 +25,7 @@ from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
-    add_precision,
     comparable_training,
-    explain_uneven_backwards,
     global_losses,
     require_gradients,
     unless_explained,
@@ -34,14 +37,12 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
     loss_limits,
 )
-from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, multiple, number_of, whole
+from pytest_fsdp_meta.judging.multiples import ROUNDING, multiple, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
-SAME_SUM = 0.01
-"""Absolute: a sum of rounded factors that differs by less from 1 is 1."""
 FAR = 3
 """A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
 one may be noise."""
@@ -238,141 +239,12 @@ def _describe_wrong(
         by_factor.setdefault(text, []).append((rank, c))
     for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = _explain_factor(view, runs, name, text) if text else _explain_other(view, name, cases)
-        if explanation is _NOT_CLIPPED:
-            explanation = _own_norms(by_factor) or _NOT_CLIPPED
+        explanation = explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
+        if explanation is NOT_CLIPPED:
+            explanation = explain_own_norms(by_factor) or NOT_CLIPPED
         actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
         detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
-
-
-def _own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
-    """Return the explanation if ranks have different factors, as by the norms of their own shards, else {}.
-
-    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1.
-    """
-    if len(by_factor) < 2 or "" in by_factor or "0" in by_factor:
-        return {}
-    parts = sum(len(cases) / float(Fraction(factor)) ** 2 for factor, cases in by_factor.items())
-    proof = ": the squares of 1 / factor add up to 1 over the ranks" if abs(parts - 1) < SAME_SUM else ""
-    return {
-        "cause": f"train_step clips by the norm of each rank's own shards{proof}",
-        "remedy": _NOT_CLIPPED["remedy"],
-    }
-
-
-_NOT_CLIPPED: Explanation = {
-    "cause": "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms, or that "
-    "of one rank's shards), or multiplies the loss or its gradients by a constant that the reference does not have",
-    "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
-    "is declared; then check loss scaling and accumulation",
-}
-
-
-def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
-    if factor == "0":
-        return _ZERO
-    number, meaning = number_of(view, runs, factor, name)
-    if not meaning:
-        return _explain_constant(view, runs, factor)
-    counted = f"({number} is {meaning})"
-    if not factor.startswith("1/"):
-        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if _is_expert(view, name) else _AVERAGE
-    elif view.evidence.subject.loss_over_ranks == "sum":
-        cause = (
-            f"divided once too often {counted}: the ranks' losses add up "
-            '(loss_over_ranks="sum"), and their gradients are averaged'
-        )
-        remedy = (
-            "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, also "
-            "set_force_sum_reduction_for_comms(True)"
-        )
-    else:
-        cause = (
-            f"divided once too often {counted}: the loss is scaled and the reduction averages as well, or partial sums "
-            "are averaged"
-        )
-        remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
-        if view.evidence.subject.loss_over_ranks == "same":
-            cause = (
-                f"divided once too often {counted}: backward() goes through the rank's own share of the loss only, "
-                "because it is divided by the count of all ranks, or a collective that gathers passes no gradient on, "
-                "and the reduction averages the shares"
-            )
-            remedy = (
-                "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
-                "(torch.distributed.nn.functional)"
-            )
-    return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
-
-
-def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
-    """Explain a factor that is not a number of ranks."""
-    if uneven := explain_uneven_backwards(view):
-        return uneven
-    if factor in _numbers_of_labels(runs):
-        return {
-            "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
-            "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
-        }
-    if "max_grad_norm" in view.evidence.subject.declared:
-        return _NOT_CLIPPED
-    if "train_step" in view.evidence.subject.declared:
-        return _SCALED_BY_STEP
-    return {
-        "cause": _CONSTANT,
-        "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
-    }
-
-
-def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
-    """Return how many labels the first batch has, with and without the first of each row; empty if it has none."""
-    labels_of = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}
-    return {str(sum(numbers)) for numbers in zip(*labels_of.values(), strict=True)}
-
-
-_CONSTANT = (
-    "the loss or its gradients are multiplied by a constant that the reference does not have, such as the number of "
-    "micro-batches that it is not divided by"
-)
-
-
-_AVERAGE = (
-    "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and count the "
-    "gradients of ranks that see the same rows only once"
-)
-_DIVIDE_EXPERTS = (
-    "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "
-    "of their own FSDP mesh, which is FSDP2's default: set_gradient_divide_factor() on the experts' FSDP modules"
-)
-
-
-def _is_expert(view: View, name: str) -> bool:
-    return any(is_expert(tensor) for _, tensor in view.holders(name))
-
-
-def _explain_other(view: View, name: str, cases: Cases) -> Explanation:
-    if uneven := explain_uneven_backwards(view):
-        return uneven
-    if _tied_only_here(view, name):
-        explanation = _TIED
-    elif max(c.relative for _, c in cases) < SLIGHT:
-        explanation = _SLIGHTLY_OFF
-    elif _is_expert(view, name):
-        explanation = _EXPERTS
-    elif "train_step" in view.evidence.subject.declared:
-        explanation = _BY_STEP
-    elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
-        explanation = _ON_SOME_RANKS
-    else:
-        explanation = _DIFFERENT
-    return add_precision(view, explanation)
-
-
-def _tied_only_here(view: View, name: str) -> bool:
-    """Return whether the model ties the parameter to one that the reference does not tie it to."""
-    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
-    return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 
 def describe_error(limits: Limits, cases: Cases) -> str:
@@ -399,33 +271,7 @@ _REDUCTION_OFF: Explanation = {
     "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
 }
-_ZERO: Explanation = {
-    "cause": "the loss does not depend on it on these ranks, or its gradient is zeroed before the optimizer step",
-    "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer step",
-}
-_DIFFERENT = either(
-    "the forward is correct and the backward is not: ",
-    "a hook or a custom backward changes the gradient, or activation checkpointing recomputes with other random "
-    "numbers",
-    "the gradient is reduced over too few ranks or twice, or a part of it, such as an auxiliary loss's, is scaled by "
-    "their number",
-    "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
-)
-_ON_SOME_RANKS: Explanation = {
-    "cause": "something changes the gradient on these ranks only, after its reduction: a hook, code that depends on "
-    "the rank, or a reduction that leaves these ranks out",
-    "remedy": "look for hooks and for conditions on the rank between backward and the step",
-}
-_BY_STEP = either(
-    "",
-    "train_step leaves out rows, as a zero_grad() between its micro-batches does, or scales or clips otherwise than "
-    "one backward of the mean loss over the whole batch",
-    "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
-    "of one rank's shards",
-    "reduce once, after the last micro-batch; divide by what the reference divides by (the tokens of all ranks); clip "
-    "once, after the reduction, by the norm of all ranks' gradients",
-)
-_OF_WHOLE_STEPS = frozenset({_BY_STEP["cause"], _BY_STEP["cause_alone"], _BY_STEP["cause_sharded"]})
+_OF_WHOLE_STEPS = frozenset({BY_STEP["cause"], BY_STEP["cause_alone"], BY_STEP["cause_sharded"]})
 """Causes that would make every gradient wrong."""
 _ENTERS_LATER = either(
     "the loss and the gradients that the backward reaches before agree, so rows, scaling and clipping are right: ",
@@ -436,34 +282,9 @@ _ENTERS_LATER = either(
     "look at what is added to the loss at this place, and whether its result is used: backward() only goes through "
     "what is returned",
 )
-_SCALED_BY_STEP: Explanation = {
-    "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
-    "them, and the reference does not",
-    "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
-    "of micro-batches that the loss is divided by",
-}
 _BEFORE_CLIPPING: Explanation = {
     "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
     "the loss or a framework may have done already",
     "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
     "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
-}
-_SLIGHTLY_OFF = either(
-    "the error is small: ",
-    "the forward differs slightly (another activation, epsilon, scale or precision), or gradients are added up in a "
-    "lower precision",
-    "gradients are rounded while they are reduced",
-    "compare the modules' settings and compute dtypes with the reference's; if the other precision is intended, set "
-    "tolerance=...",
-)
-_TIED: Explanation = {
-    "cause": "it is tied to another parameter, so it has the gradients of both; the reference does not tie them",
-    "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "
-    "reference",
-}
-_EXPERTS: Explanation = {
-    "cause": "gradients of experts are reduced over the wrong ranks or not at all: an expert that several ranks hold "
-    "needs the rows of all of them",
-    "remedy": "reduce the gradients of experts over the ranks that hold the same experts, and scale them like all "
-    "other gradients",
 }

@@ -1,0 +1,193 @@
+"""Why a gradient is not the reference's: by the factor that it is off by, or by where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from pytest_fsdp_meta.checks.sharding.facts import is_expert
+from pytest_fsdp_meta.evidence import RankTraining
+from pytest_fsdp_meta.judging.causes import Cases
+from pytest_fsdp_meta.judging.findings import Explanation, either
+from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwards
+from pytest_fsdp_meta.judging.multiples import SLIGHT, number_of
+from pytest_fsdp_meta.judging.view import View
+
+SAME_SUM = 0.01
+"""Absolute: a sum of rounded factors that differs by less from 1 is 1."""
+
+
+def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    if factor == "0":
+        return _ZERO
+    number, meaning = number_of(view, runs, factor, name)
+    if not meaning:
+        return _explain_constant(view, runs, factor)
+    counted = f"({number} is {meaning})"
+    if not factor.startswith("1/"):
+        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if _is_expert(view, name) else _AVERAGE
+    elif view.evidence.subject.loss_over_ranks == "sum":
+        cause = (
+            f"divided once too often {counted}: the ranks' losses add up "
+            '(loss_over_ranks="sum"), and their gradients are averaged'
+        )
+        remedy = (
+            "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, also "
+            "set_force_sum_reduction_for_comms(True)"
+        )
+    else:
+        cause = (
+            f"divided once too often {counted}: the loss is scaled and the reduction averages as well, or partial sums "
+            "are averaged"
+        )
+        remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
+        if view.evidence.subject.loss_over_ranks == "same":
+            cause = (
+                f"divided once too often {counted}: backward() goes through the rank's own share of the loss only, "
+                "because it is divided by the count of all ranks, or a collective that gathers passes no gradient on, "
+                "and the reduction averages the shares"
+            )
+            remedy = (
+                "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
+                "(torch.distributed.nn.functional)"
+            )
+    return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
+
+
+def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
+    """Explain a factor that is not a number of ranks."""
+    if uneven := explain_uneven_backwards(view):
+        return uneven
+    if factor in _numbers_of_labels(runs):
+        return {
+            "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
+            "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
+        }
+    if "max_grad_norm" in view.evidence.subject.declared:
+        return NOT_CLIPPED
+    if "train_step" in view.evidence.subject.declared:
+        return _SCALED_BY_STEP
+    return {
+        "cause": _CONSTANT,
+        "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
+    }
+
+
+def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
+    """Return how many labels the first batch has, with and without the first of each row; empty if it has none."""
+    labels_of = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}
+    return {str(sum(numbers)) for numbers in zip(*labels_of.values(), strict=True)}
+
+
+def _is_expert(view: View, name: str) -> bool:
+    return any(is_expert(tensor) for _, tensor in view.holders(name))
+
+
+def explain_other(view: View, name: str, cases: Cases) -> Explanation:
+    if uneven := explain_uneven_backwards(view):
+        return uneven
+    if _tied_only_here(view, name):
+        explanation = _TIED
+    elif max(c.relative for _, c in cases) < SLIGHT:
+        explanation = _SLIGHTLY_OFF
+    elif _is_expert(view, name):
+        explanation = _EXPERTS
+    elif "train_step" in view.evidence.subject.declared:
+        explanation = BY_STEP
+    elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
+        explanation = _ON_SOME_RANKS
+    else:
+        explanation = _DIFFERENT
+    return add_precision(view, explanation)
+
+
+def _tied_only_here(view: View, name: str) -> bool:
+    """Return whether the model ties the parameter to one that the reference does not tie it to."""
+    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
+    return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
+
+
+def explain_own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
+    """Return the explanation if ranks have different factors, as by the norms of their own shards, else {}.
+
+    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1.
+    """
+    if len(by_factor) < 2 or "" in by_factor or "0" in by_factor:
+        return {}
+    parts = sum(len(cases) / float(Fraction(factor)) ** 2 for factor, cases in by_factor.items())
+    proof = ": the squares of 1 / factor add up to 1 over the ranks" if abs(parts - 1) < SAME_SUM else ""
+    return {
+        "cause": f"train_step clips by the norm of each rank's own shards{proof}",
+        "remedy": NOT_CLIPPED["remedy"],
+    }
+
+
+NOT_CLIPPED: Explanation = {
+    "cause": "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms, or that "
+    "of one rank's shards), or multiplies the loss or its gradients by a constant that the reference does not have",
+    "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
+    "is declared; then check loss scaling and accumulation",
+}
+_CONSTANT = (
+    "the loss or its gradients are multiplied by a constant that the reference does not have, such as the number of "
+    "micro-batches that it is not divided by"
+)
+_AVERAGE = (
+    "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and count the "
+    "gradients of ranks that see the same rows only once"
+)
+_DIVIDE_EXPERTS = (
+    "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "
+    "of their own FSDP mesh, which is FSDP2's default: set_gradient_divide_factor() on the experts' FSDP modules"
+)
+_ZERO: Explanation = {
+    "cause": "the loss does not depend on it on these ranks, or its gradient is zeroed before the optimizer step",
+    "remedy": "look for masks and hooks on its gradient, and for a zero_grad() between backward and the optimizer step",
+}
+_DIFFERENT = either(
+    "the forward is correct and the backward is not: ",
+    "a hook or a custom backward changes the gradient, or activation checkpointing recomputes with other random "
+    "numbers",
+    "the gradient is reduced over too few ranks or twice, or a part of it, such as an auxiliary loss's, is scaled by "
+    "their number",
+    "compare how the gradient of this parameter is reduced with a parameter whose gradient is correct",
+)
+_ON_SOME_RANKS: Explanation = {
+    "cause": "something changes the gradient on these ranks only, after its reduction: a hook, code that depends on "
+    "the rank, or a reduction that leaves these ranks out",
+    "remedy": "look for hooks and for conditions on the rank between backward and the step",
+}
+BY_STEP = either(
+    "",
+    "train_step leaves out rows, as a zero_grad() between its micro-batches does, or scales or clips otherwise than "
+    "one backward of the mean loss over the whole batch",
+    "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
+    "of one rank's shards",
+    "reduce once, after the last micro-batch; divide by what the reference divides by (the tokens of all ranks); clip "
+    "once, after the reduction, by the norm of all ranks' gradients",
+)
+_SCALED_BY_STEP: Explanation = {
+    "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
+    "them, and the reference does not",
+    "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
+    "of micro-batches that the loss is divided by",
+}
+_SLIGHTLY_OFF = either(
+    "the error is small: ",
+    "the forward differs slightly (another activation, epsilon, scale or precision), or gradients are added up in a "
+    "lower precision",
+    "gradients are rounded while they are reduced",
+    "compare the modules' settings and compute dtypes with the reference's; if the other precision is intended, set "
+    "tolerance=...",
+)
+_TIED: Explanation = {
+    "cause": "it is tied to another parameter, so it has the gradients of both; the reference does not tie them",
+    "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "
+    "reference",
+}
+_EXPERTS: Explanation = {
+    "cause": "gradients of experts are reduced over the wrong ranks or not at all: an expert that several ranks hold "
+    "needs the rows of all of them",
+    "remedy": "reduce the gradients of experts over the ranks that hold the same experts, and scale them like all "
+    "other gradients",
+}
