@@ -198,6 +198,24 @@ def test_a_step_that_reduces_each_micro_batch_passes_with_a_note(ops, replicates
 
 
 @pytest.mark.parametrize(
+    ("dtype", "shape", "policy", "noted"),
+    [
+        ("bfloat16", (6, 4), "float32", True),
+        ("float32", (6, 4), "float32", False),
+        ("bfloat16", (6, 4), "bfloat16", False),
+        ("bfloat16", (2, 6, 4), "float32", False),  # an activation
+    ],
+)
+def test_gradients_that_dtensor_sums_in_low_precision_pass_with_a_note(dtype, shape, policy, noted):
+    """pytorch#190626: norms under sequence parallelism, for example, are replicated over tp."""
+    reduced = replace(collective("all_reduce", shape=shape), dtype=dtype)
+    evidence = place(step(*NEEDED, reduced), MIDDLE, {"tp": 2}, "R", shape=(6, 4))
+    evidence = replace(evidence, inventory=tuple(replace(own, reduces_in=(policy,)) for own in evidence.inventory))
+    found = verdict(BUDGET, evidence)
+    assert (found.status, f"such as that of {MIDDLE} are summed" in found.reason) == ("passed", noted)
+
+
+@pytest.mark.parametrize(
     ("ops", "groups", "actual", "expected"),
     [
         ([GATHER], GROUPS, "4 all_gathers", 3),
