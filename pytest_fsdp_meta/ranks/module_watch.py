@@ -296,15 +296,9 @@ def _describe(module: Module) -> ModuleFacts:
 
 
 def _settings(module: Module) -> dict[str, str]:
-    plain = {name: value for name, value in vars(module).items() if _is_plain(value) and not name.startswith("_")}
-    plain.pop("training", None)
-    return {name: repr(value) for name, value in plain.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    plain = (bool, int, float, str, type(None))
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {name: repr(value) for name, value in public.items() if type(value) in plain}
 
 
 def _splits_output(module: Module) -> bool:

@@ -117,23 +117,15 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
 
 
 def _beside(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFacts:
-    """Return the facts with what the reference's module has otherwise. A size may be divided by ranks."""
+    """Return the facts with what the reference has otherwise; numbers may be those of ranks and of their parts."""
     bare = replace(own, settings={})
     if reference is None:
         return bare
     if reference.kind != own.kind:
         return replace(bare, reference=reference.kind)
     both = [(name, value, reference.settings.get(name, value)) for name, value in own.settings.items()]
-    others = (
-        f"{name} is {value}, in the reference {its}"
-        for name, value, its in both
-        if value != its and not _divides(value, its)
-    )
-    return replace(bare, otherwise=tuple(others))
-
-
-def _divides(value: str, whole: str) -> bool:
-    return value.isdigit() and whole.isdigit() and int(value) > 0 and int(whole) % int(value) == 0
+    others = [one for one in both if one[1] != one[2] and not (one[1].isdigit() and one[2].isdigit())]
+    return replace(bare, otherwise=tuple(f"{name} is {value}, in the reference {its}" for name, value, its in others))
 
 
 def _describe(error: Exception) -> str:
