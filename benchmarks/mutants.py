@@ -72,6 +72,7 @@ def run(mutant: Mutant, workers: int) -> Mutant:
         changed = apply(mutant, COPY)
     except LookupError:
         return replace(mutant, killed_by=GONE)
+    _forget_bytecode(changed)
     stem = Path(mutant.file).stem
     try:
         for stage in STAGES[mutant.room]:
@@ -80,13 +81,21 @@ def run(mutant: Mutant, workers: int) -> Mutant:
                 return replace(mutant, killed_by=killer, seconds=round(time.monotonic() - began))
     finally:
         shutil.copy(ROOT / changed.relative_to(COPY), changed)
+        _forget_bytecode(changed)
     return replace(mutant, seconds=round(time.monotonic() - began))
+
+
+def _forget_bytecode(file: Path) -> None:
+    """Python tells versions of a file by time and size, which two mutants may share."""
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()
 
 
 def _first_failure(tests: Sequence[str], workers: int) -> str:
     options = ("-x", "-q", "-n", str(workers), "-m", "not slow and not nightly", "-p", "no:cacheprovider")
     # The copy comes before the installed package also in the processes that the tests start.
-    environ = {**os.environ, "PYTHONPATH": str(COPY), "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(COPY)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", *options, *dict.fromkeys(tests)]
     try:
         done = subprocess.run(
