@@ -6,7 +6,7 @@ Each world ends with its last observation: the ranks never hold two loads of one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -398,11 +398,9 @@ def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
     return tuple(rank.model for rank in ranks)
 
 
-def _with_steps(
-    ranks: tuple[RankResumed, ...], runs: list[tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]]
-) -> tuple[RankResumed, ...]:
-    """Add the losses and the learning rates of the steps that follow."""
-    return tuple(replace(rank, losses=own[0], rates=own[1]) for rank, own in zip(ranks, runs, strict=True))
+def _with_steps(ranks: tuple[RankResumed, ...], runs: list[Mapping[str, Any]]) -> tuple[RankResumed, ...]:
+    """Add what is known of the steps that follow."""
+    return tuple(replace(rank, **own) for rank, own in zip(ranks, runs, strict=True))
 
 
 MORE_LOADS = (

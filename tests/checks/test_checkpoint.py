@@ -662,3 +662,10 @@ def test_parameters_that_are_frozen_or_untied_by_resuming():
         (HEAD, (1,), untied, "tied to it, as before saving", ""),
     }
     assert len(verdict(RESUME, other).findings) == 3
+
+
+def test_modules_that_resuming_leaves_in_eval():
+    kept = again(healthy(), "continued", evaluating=("teacher",))
+    assert verdict(RESUME, again(kept, "resumed", evaluating=("teacher",))).status == "passed"
+    [finding] = verdict(RESUME, again(kept, "resumed", (1,), evaluating=("teacher", "drop"))).findings
+    assert (finding.tensor, finding.ranks, finding.actual) == ("drop", (1,), "trains in eval() after resuming")

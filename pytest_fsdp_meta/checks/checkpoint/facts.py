@@ -69,6 +69,8 @@ class RankResumed:
     """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
     rates: tuple[tuple[float, ...], ...] = ()
     """The learning rate of each parameter group, for each step that follows."""
+    evaluating: tuple[str, ...] = ()
+    """The outermost modules that act by their mode and run in ``eval()`` in these steps."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
     rounded: Mapping[str, str] = field(default_factory=dict)

@@ -245,8 +245,8 @@ _STARTS_AGAIN: Explanation = {
 
 
 @checkpoint_check(
-    promise="training after saving and loading has the losses and learning rates of the uninterrupted run, and the "
-    "same frozen and tied parameters",
+    promise="training after saving and loading has the losses and learning rates of the uninterrupted run, the same "
+    "frozen and tied parameters, and no module more in eval()",
     needs=["inventory", "continued", "resumed"],
     after=[
         *(*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"),
@@ -296,8 +296,11 @@ def resume_parity(view: View) -> Iterable[Finding]:
 
 
 def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
-    """Report parameters that are frozen or tied otherwise after loading, even if the losses do not show it yet."""
+    """Report what is frozen, tied or in ``eval()`` otherwise after loading, even if the losses do not show it yet."""
     pairs = list(enumerate(zip(before, after, strict=True)))
+    resting = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
+    for name, ranks in ranks_by(resting).items():
+        yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_RESTING)
     thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
     froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
     for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
@@ -316,6 +319,10 @@ def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str,
         yield from ((first, name) for name in others if name not in together.get(first, ()))
 
 
+_RESTING: Explanation = {
+    "cause": "resume() leaves the model in eval(), and train_step does not call train()",
+    "remedy": "call model.train() at the beginning of each step, or at the end of resume()",
+}
 _THAWED, _FROZEN = (
     ("trainable after loading", "frozen, as before saving"),
     ("frozen after loading", "trainable, as before saving"),

@@ -35,6 +35,7 @@ from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
@@ -163,14 +164,16 @@ def _load_all(
     return optimizer, generators, fresh
 
 
-def train_on(steps: Sequence[int]) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
-    """Train after saving or loading a checkpoint; return the losses and the learning rates of the steps.
+def train_on(steps: Sequence[int]) -> Mapping[str, Any]:
+    """Train after saving or loading a checkpoint; return what RankResumed has of the steps.
 
     The last step is one for its loss alone, which shows what the steps before it did.
     """
     rank, subject = current(), resharded_subject()
-    run = _train(rank, subject, steps, until_loss=True)
-    return tuple(run.losses), tuple(run.rates)
+    modes = ModeWatch(subject.model)
+    with modes.watching():
+        run = _train(rank, subject, steps, until_loss=True)
+    return {"losses": tuple(run.losses), "rates": tuple(run.rates), "evaluating": modes.resting()}
 
 
 # Saving and loading.
