@@ -264,7 +264,7 @@ class RankTrainingMode:
     after: RankInventory | None = None
     """The inventory after the step; None if nothing is trainable."""
     repeating: tuple[str, ...] = ()
-    """The modules that drew from a generator in the next step of the author's, which left it as the step before did."""
+    """The modules that drew in the author's next step, on other rows, if all drew the same numbers as before."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, LEFT_IN_TRAINING, resharded_subject
+from pytest_fsdp_meta.checks.random_numbers.facts import Draw
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank, run_author_step
@@ -57,13 +59,13 @@ def observe_training_mode() -> RankTrainingMode:
         fallen = own_step and on_any_rank(modes.fallen())
         if fallen or (own_step and on_any_rank(bool(watch.draws))):
             doing("a second step with dropout")
+            rows = rows_of_step(subject, 1, data_parallel, rank.device)  # a seed may depend on them
             next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
             with next_modes.watching(), watching_draws(subject.model, rank.device) as next_watch:
                 _step_with_dropout(subject, rank, rows)
             left = modes.left(next_modes) if fallen else ()
-            seeded = set(changed_generators(rank.state[LEFT_BY_LOADER].torch, begun))
-            seeded -= set(changed_generators(begun, read_states(rank.device)))
-            repeating = tuple(dict.fromkeys(draw.module for draw in next_watch.draws if draw.generator in seeded))
+            moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
+            repeating = _repeated(watch.draws, next_watch.draws, moved)
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
@@ -92,6 +94,16 @@ def _step_with_dropout(
                 kept.enter_context(beside.kept_schedule(optimizer))
             run_author_step(subject, optimizer, rows, 0, lambda: None, beside)
     return optimizer
+
+
+def _repeated(first: Iterable[Draw], second: Iterable[Draw], generators: Collection[str]) -> tuple[str, ...]:
+    """Return the modules that draw in the second step, if all draws from these generators repeat those of the first."""
+    states, later = (
+        {(d.module, d.call, d.operator, d.shape): d.state for d in draws if d.generator in generators and not d.again}
+        for draws in (first, second)
+    )
+    repeated = all(states.get(key) == state for key, state in later.items())
+    return tuple(dict.fromkeys(module for module, *_ in later)) if repeated else ()
 
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
