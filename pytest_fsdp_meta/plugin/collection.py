@@ -71,13 +71,8 @@ def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:
         return
     cases = []
     for world in worlds:
-        lacking = ""
-        if gpus is not None and not world.simulated:
-            try:
-                world = _on_devices(world, settings, gpus)
-            except ValueError as error:
-                lacking = f"@{mark}: {error}"
-        cases += _cases(spec, world, lacking, several=len(worlds) > 1)
+        placed, lacking = (world, "") if gpus is None or world.simulated else _on_devices(world, settings, gpus)
+        cases += _cases(spec, placed, lacking and f"@{mark}: {lacking}", several=len(worlds) > 1)
     metafunc.fixturenames.append(ARGUMENT)
     metafunc.parametrize(ARGUMENT, cases)
 
@@ -102,11 +97,15 @@ def _world(spec: ConformanceSpec | WorldMarkerSpec, mesh: Mapping[str, int], set
     return world
 
 
-def _on_devices(world: WorldSpec, settings: Settings, gpus: int) -> WorldSpec:
+def _on_devices(world: WorldSpec, settings: Settings, gpus: int) -> tuple[WorldSpec, str]:
+    """Return the world on the devices that it is to run on, or as it is, with why it cannot run."""
     here = "this machine" if settings.engine == "local" else "the cluster"
-    device, backend = choose(world.size, settings.device, settings.backend, gpus, settings.require_gpu, here)
+    try:
+        device, backend = choose(world.size, settings.device, settings.backend, gpus, settings.require_gpu, here)
+    except ValueError as error:
+        return world, str(error)
     devices = tuple(rank % gpus for rank in range(world.size)) if device == "cuda" else ()
-    return replace(world, device_type=device, backend=backend, devices=devices)
+    return replace(world, device_type=device, backend=backend, devices=devices), ""
 
 
 def _simulated_ranks(mesh: Mapping[str, int], ranks: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
