@@ -91,6 +91,20 @@ def test_the_authors_step_may_switch_the_mode():
     ]
 
 
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_model_that_is_loaded_in_eval_is_put_into_train_once(partly):
+    """from_pretrained() returns models in eval(), and a trainer calls train() before the loop that calls the step."""
+
+    def load_in_evaluation(fsdp: Rank) -> Subject:
+        subject = load(fsdp, train_step=plain_step)
+        subject.model.eval()
+        subject.model[0].train(partly)
+        return subject
+
+    evidence = observed(function=load_in_evaluation)
+    assert [bool(rank.draws) for rank in evidence.training_mode or ()] == [not partly] * 2
+
+
 def test_other_checks_do_not_notice_the_step():
     checks = ("loss_parity", "resume_parity", "second_save_is_current", "dcp_round_trip", "optimizer_state_round_trip")
     adam = {"optimizer": lambda parameters: torch.optim.AdamW(parameters)}

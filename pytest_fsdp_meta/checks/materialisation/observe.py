@@ -29,7 +29,8 @@ from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
 from pytest_fsdp_meta.ranks.generators import read_all
 from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.mapped import MAPS
-from pytest_fsdp_meta.ranks.modes import kept_in_evaluation
+from pytest_fsdp_meta.ranks.modes import kept_in_evaluation, train_model
+from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.precision import precision
@@ -101,6 +102,9 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     subject = judgeable_subject(returned)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
+    inside = innermost_modules(subject.model).values()  # a wrapper is in train(), whatever is in it
+    if subject.train_step is not None and not any(module.training for module in inside):
+        train_model(subject.model)  # as a trainer does before its loop: transformers loads models in eval()
     training = [module for module in subject.model.modules() if module.training]
     rank.state |= {"subject": subject, "watch": watch, "draws": draws}
     rank.state |= {LEFT_BY_LOADER: left, LEFT_IN_TRAINING: training}
