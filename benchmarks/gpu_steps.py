@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass
 
 TESTS = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+FAST = ("-m", "not slow and not nightly")
 MANY = ("-n", "logical", "--maxprocesses", "12")
-"""Side by side, on a GPU that they share: what a test does is mostly the work of CPUs."""
+"""Run tests in parallel on the GPU that they share: they mostly use the CPU."""
 SHARED = ("--fsdp-device=cuda", "--fsdp-backend=gloo")
 OWN = "--fsdp-require-gpu"
 ON_GPU, ON_GPUS = (*TESTS, "tests/gpu/test_gpu.py"), (*TESTS, "tests/gpu/test_nccl.py")
@@ -85,7 +86,7 @@ STEPS = (
     Step(
         "right loaders of every form, gloo",
         200,
-        "a check cries wolf on GPUs: it draws or rounds otherwise (ranks/reproducible.py)",
+        "a check fails a correct loader: random numbers or rounding differ on GPUs (ranks/reproducible.py)",
         (*TESTS, "conformance/test_forms.py", *SHARED, *MANY, "-m", "not nightly"),
     ),
     Step(
@@ -111,13 +112,13 @@ STEPS = (
         "HSDP, uneven shards, frozen weights, gloo",
         120,
         "as for conforming loaders, gloo on GPUs",
-        (*CONFORMING, *SHARED, *MANY, "-m", "not slow and not nightly", "-k", "hsdp or uneven or frozen"),
+        (*CONFORMING, *SHARED, *MANY, *FAST, "-k", "hsdp or uneven or frozen"),
     ),
     Step(
         "transformers' loader, gloo",
         120,
         "transformers loads otherwise onto GPUs",
-        (*TESTS, "conformance/test_transformers_loader.py", *SHARED, *MANY, "-m", "not slow and not nightly"),
+        (*TESTS, "conformance/test_transformers_loader.py", *SHARED, *MANY, *FAST),
     ),
     Step(
         "worlds on CPUs, on this machine",

@@ -137,7 +137,8 @@ def _describe_finding(finding: Any) -> str:
     expected = f", but should be {finding.expected}" if finding.expected else ""
     detail = f" ({finding.detail})" if finding.detail else ""
     ranks = ", ".join(map(str, finding.ranks))
-    return f"{finding.tensor}, ranks {ranks}: {finding.actual}{expected}{detail}; {finding.cause}"
+    place = f"{finding.tensor}, " if finding.tensor else ""
+    return f"{place}ranks {ranks}: {finding.actual}{expected}{detail}; {finding.cause}"
 
 
 class ResultsFile:

@@ -39,7 +39,7 @@ class Case:
     spec: ConformanceSpec | WorldMarkerSpec
     check: str = ""
     lacking: str = ""
-    """Why this machine cannot run the world, or ""; an error if the item is selected."""
+    """Why this machine cannot run the world, or ""; a usage error if the test is selected."""
 
 
 def parametrize(session: PluginSession, metafunc: pytest.Metafunc) -> None:

@@ -28,19 +28,21 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
     _report(
         session.config,
         items,
-        *found,
-        *_late_checks(session),
-        *_item_problems(items, {where for where, _ in found}),
-        *_duplicate_names(items, scheduled=hasattr(session.config, "workerinput")),
+        [
+            *found,
+            *_late_checks(session),
+            *_item_problems(items, {where for where, _ in found}),
+            *_duplicate_names(items, scheduled=hasattr(session.config, "workerinput")),
+        ],
     )
 
 
 def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
     """Raise one UsageError, as ``check_usage`` does, if this machine lacks GPUs for a world that is to run."""
-    _report(session.config, selected, *_lacking_devices(selected))
+    _report(session.config, selected, _lacking_devices(selected))
 
 
-def _report(config: pytest.Config, items: list[pytest.Item], *problems: tuple[str, str]) -> None:
+def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[tuple[str, str]]) -> None:
     is_worker = hasattr(config, "workerinput")
     places: dict[str, dict[str, None]] = {}
     for where, what in problems:

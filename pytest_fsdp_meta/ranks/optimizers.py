@@ -41,7 +41,7 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
     if not trainable:
         return None
     if built := built_optimizer(subject):
-        return _stepping_alone(built)
+        return _require_no_closure(built)
     if declared is None:
         # foreach kernels refuse a list that mixes DTensors and plain tensors.
         return SGD(trainable, lr=0.1, foreach=False)
@@ -51,20 +51,16 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         returned = declared(argument)
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
-    return _stepping_alone(returned)
+    return _require_no_closure(returned)
 
 
-def _stepping_alone(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer, or raise SubjectError if it decides itself how often the loss is computed, as LBFGS does.
-
-    The reference's step is taken with gradients that were computed before.
-    """
+def _require_no_closure(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer, or raise SubjectError if its step() needs a closure, as that of LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         name = type(optimizer).__name__
-        raise SubjectError(
-            "optimizer", f"{name}.step() needs a closure, which no check passes; declare another one, such as SGD"
-        )
+        why = f"{name}.step() needs a closure, but the reference steps with gradients that are already computed"
+        raise SubjectError("optimizer", f"{why}; declare another one, such as SGD")
     return optimizer
 
 

@@ -399,7 +399,7 @@ def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
 
 
 def _with_steps(ranks: tuple[RankResumed, ...], runs: list[Mapping[str, Any]]) -> tuple[RankResumed, ...]:
-    """Add what is known of the steps that follow."""
+    """Add the fields that ``train_on`` returned."""
     return tuple(replace(rank, **own) for rank, own in zip(ranks, runs, strict=True))
 
 

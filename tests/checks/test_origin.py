@@ -202,23 +202,27 @@ def test_the_class_of_the_reference_is_named_if_it_is_another():
     assert describe_origin(built_in).startswith("block.mlp (Compiled), forward")
 
 
-@pytest.mark.parametrize("module", ["block.mlp", "embed"])
-def test_a_setting_of_the_module_where_it_starts_explains_it(module):
-    facts = {**FACTS, module: replace(FACTS[module], otherwise=("eps is 0.1, in the reference 0.2", "scale is 3, ..."))}
-    traces = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
-    explained = explain_settings(traces)
-    if module == "block.mlp":
-        assert (
-            explained["cause"] == "block.mlp is configured otherwise: eps is 0.1, in the reference 0.2; scale is 3, ..."
-        )
-    else:
-        assert explained == {}
-    # Where nothing departs, such as with an index of padding, the tensors that differ say which modules to ask.
-    agreeing = [replace(one, modules=facts) for one in both({})]
-    assert explain_settings(agreeing, [f"{module}.weight", "head.weight"])["cause"].startswith(
-        f"{module} is configured"
-    )
-    assert explain_settings(agreeing, ["head.weight"]) == explain_settings(agreeing, [module], step=1) == {}
+DIFFERENT = ("eps is 0.1, in the reference 0.2", "scale is 3, ...")
+
+
+def with_other_settings(module, departing):
+    facts = {**FACTS, module: replace(FACTS[module], otherwise=DIFFERENT)}
+    return [replace(one, modules=facts) for one in both(departing)]
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [("block.mlp", f"block.mlp is configured differently: {'; '.join(DIFFERENT)}"), ("embed", None)],
+)
+def test_a_setting_of_the_module_where_it_starts_explains_it(module, cause):
+    assert explain_settings(with_other_settings(module, since(("output", "block.mlp")))).get("cause") == cause
+
+
+def test_where_nothing_departs_the_one_module_whose_tensors_differ_is_asked():
+    """An index of padding changes no activation."""
+    traces = with_other_settings("embed", {})
+    assert explain_settings(traces, ["embed.weight"])["cause"].startswith("embed is configured")
+    assert explain_settings(traces, ["head.weight"]) == explain_settings(traces, ["embed.weight", "head.weight"]) == {}
 
 
 def test_ranks_are_merged():

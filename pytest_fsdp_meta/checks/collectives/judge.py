@@ -20,7 +20,7 @@ ONE_TENSOR = frozenset({"all_reduce", "reduce", "broadcast"})
 each rank."""
 ONE_DTYPE = EQUAL_SIZES | {"all_gather of lists", "reduce_scatter of lists", "gather", "scatter", "all_to_all"}
 FSDP_OPS = ("all_gather", "reduce_scatter")
-LOW = ("bfloat16", "float16")
+LOW_PRECISION = ("bfloat16", "float16")
 PHASES = {"loading": "while loading", "step": "in one training step"}
 
 
@@ -182,8 +182,8 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
             raise PartlyJudged(
                 f"none of the {op}s could be attributed to FSDP2; please report this, with your torch version"
             )
-    _note_reductions_of_micro_batches(view, ranks)
     _note_reductions_in_low_precision(view, ranks)
+    _note_reductions_of_micro_batches(view, ranks)
 
 
 def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollectives]) -> None:
@@ -205,25 +205,23 @@ def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollective
 
 
 def _note_reductions_in_low_precision(view: View, ranks: Sequence[RankCollectives]) -> None:
-    """Raise Noted if gradients are summed in a lower precision than that of FSDP2's policy (pytorch#190626).
+    """Raise Noted if gradients are summed in a lower precision than FSDP2's policy asks for (pytorch#190626).
 
-    It reduces in this precision along its own dimensions only. What DTensor sums along the others, for a parameter that
-    is replicated there, it sums in that of the gradient.
+    FSDP2 applies the policy to its own mesh dimensions only. Along the others, DTensor sums the gradient of a
+    replicated parameter in the gradient's own dtype.
     """
     for own, inventory in zip(ranks, view.evidence.inventory, strict=True):
+        if inventory.reduces_in != ("float32",):
+            continue
         replicated = {t.shape: t.name for t in inventory.tensors if t.requires_grad and "R" in (t.placements or ())}
-        low = {
-            replicated[collective.shapes[0]]: collective.dtype
-            for collective in own.step or ()
-            if collective.op == "all_reduce" and len(collective.ranks) > 1 and collective.dtype in LOW
-            if not collective.by_fsdp and not collective.optimizing and collective.shapes[0] in replicated
-        }
-        if low and inventory.reduces_in == ("float32",):
-            raise Noted(
-                f"gradients such as that of {next(iter(low))} are summed over the ranks that replicate it in "
-                f"{next(iter(low.values()))}, although the mixed-precision policy reduces in float32: FSDP2 applies it "
-                "to its own mesh only (pytorch#190626)"
-            )
+        for c in own.step or ():
+            by_dtensor = c.op == "all_reduce" and len(c.ranks) > 1 and not c.by_fsdp and not c.optimizing
+            if by_dtensor and c.dtype in LOW_PRECISION and c.shapes[0] in replicated:
+                raise Noted(
+                    f"gradients such as that of {replicated[c.shapes[0]]} are summed in {c.dtype} over the ranks that "
+                    "replicate it, although the mixed-precision policy reduces in float32: FSDP2 applies the policy to "
+                    "its own mesh only (pytorch#190626)"
+                )
 
 
 def _require_step(view: View, ranks: Sequence[RankCollectives]) -> None:

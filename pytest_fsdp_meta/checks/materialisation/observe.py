@@ -102,7 +102,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     subject = judgeable_subject(returned)
     managed = managed_names(subject.model)  # before reshard(), which puts parameters back that the loader replaced
     reshard(subject.model)  # a loader may have run a forward to warm up
-    inside = innermost_modules(subject.model).values()  # a wrapper is in train(), whatever is in it
+    inside = innermost_modules(subject.model).values()  # without wrappers, which stay in train() whatever they contain
     if subject.train_step is not None and not any(module.training for module in inside):
         train_model(subject.model)  # as a trainer does before its loop: transformers loads models in eval()
     training = [module for module in subject.model.modules() if module.training]

@@ -30,7 +30,8 @@ class _Pair(NamedTuple):
 
 @random_numbers_check(
     promise="in training, ranks that compute the same activation draw the same random numbers for it, ranks with other "
-    "rows draw others, and so does the next step; replicas stay equal where each rank draws from its own generator",
+    "rows draw different ones, and each step draws new ones; replicas stay equal where each rank draws from its own "
+    "generator",
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=[*BLOCKING_CHECKS, "replicas_stay_equal"],

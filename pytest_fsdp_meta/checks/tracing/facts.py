@@ -82,7 +82,7 @@ class ModuleFacts:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Its public attributes that are plain values, as text."""
     otherwise: tuple[str, ...] = ()
-    """Of a rank's module: those that the reference's has otherwise, each with both values."""
+    """Its settings that differ from the reference's, each with both values; empty for the reference itself."""
     splits_output: bool = False
     """Whether it is a linear layer that returns a part of its output on each rank, because its weight is split."""
 

@@ -129,7 +129,7 @@ JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
 SETTINGS = 3
-"""Of the settings that a module has otherwise, as many are named."""
+"""At most this many settings of a module are named."""
 NEAR_ONE = 0.01
 """A factor that is nearer to 1 has more digits."""
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -184,32 +184,27 @@ def describe_origin(
     return otherwise or (problem and f"not looked for in the modules: {problem}")
 
 
-def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] = (), step: int = 0) -> Explanation:
-    """Explain a difference by a setting that the reference's module has otherwise; return {} if there is none.
+def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] = ()) -> Explanation:
+    """Explain a difference of the first step by settings that differ from the reference's; return {} if none do.
 
-    That is the module where the difference starts or, if that is not known, the only one that has such a setting of
-    those with the ``tensors`` that differ.
+    They are those of the module where the difference starts or, if that is not known, of the one module that has all
+    ``tensors`` that differ.
     """
-    if not traces or traces[0].step != step:
+    if not traces or traces[0].step:
         return {}
     place = find_place(traces)
-    modules = dict.fromkeys([place.module] if place is not None else (name.rpartition(".")[0] for name in tensors))
-    others = {name: _otherwise(name, traces) for name in modules}
-    found = [(name, texts) for name, texts in others.items() if texts]
-    if len(found) != 1:
+    modules = {place.module} if place is not None else {name.rpartition(".")[0] for name in tensors}
+    if len(modules) != 1:
         return {}
-    [(name, texts)] = found
+    module = modules.pop()
+    known = (trace.modules[module].otherwise for trace in traces if module in trace.modules)
+    if not (texts := next(filter(None, known), ())):
+        return {}
     return {
-        "cause": f"{name or 'the model'} is configured otherwise: {'; '.join(texts[:SETTINGS])}",
-        "remedy": "build the module from the configuration of the reference, and look for code that makes it anew or "
-        "changes it afterwards",
+        "cause": f"{module or 'the model'} is configured differently: {'; '.join(texts[:SETTINGS])}",
+        "remedy": "build the module from the reference's configuration, and look for code that recreates it or changes "
+        "it afterwards",
     }
-
-
-def _otherwise(module: str, traces: Sequence[RankTrace]) -> tuple[str, ...]:
-    return next(
-        (t.modules[module].otherwise for t in traces if module in t.modules and t.modules[module].otherwise), ()
-    )
 
 
 def find_place(traces: Sequence[RankTrace]) -> Place | None:

@@ -37,10 +37,10 @@ DEVICE_FILES = ("/dev/nvidia*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 TORCH_ON_FORK = "Cannot re-initialize CUDA in forked subprocess"
 """What torch says in a forked process instead of "Found no NVIDIA driver", if CUDA was asked before the fork."""
 FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
-"""Native threads that a fork may lose. That of jemalloc, which pyarrow brings, is started again. The other is NVML's,
-which counts GPUs for ``torch.cuda.is_available()``: CUDA starts in a fork of that process (seen with driver 580)."""
-NOT_INITIALISED = 3
-"""CUDA_ERROR_NOT_INITIALIZED: nobody in this process has called cuInit with success."""
+"""Names of native threads that a fork may lose. jemalloc, which pyarrow brings, starts its own again. The other is
+started by NVML, which counts GPUs for ``torch.cuda.is_available()``; CUDA still starts in a fork (driver 580)."""
+CUDA_SUCCESS = 0
+"""What the driver answers once cuInit has succeeded in this process."""
 
 
 class LooseModules(MetaPathFinder):
@@ -196,13 +196,13 @@ def _native_threads() -> list[str]:
 def _cuda_has_started() -> bool:
     """Return whether CUDA runs in this process, whoever started it: torch knows only of what it started itself.
 
-    Its open files do not tell: NVML, which only counts GPUs, opens the same ones.
+    Open files cannot show it: NVML, which only counts GPUs, opens the same ones.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:  # nobody has loaded it
         return False
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALISED)
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_SUCCESS)
 
 
 def _forks_without_cuda(torch: Any) -> bool:

@@ -246,7 +246,7 @@ _STARTS_AGAIN: Explanation = {
 
 @checkpoint_check(
     promise="training after saving and loading has the losses and learning rates of the uninterrupted run, the same "
-    "frozen and tied parameters, and no module more in eval()",
+    "frozen and tied parameters, and the same modules in train()",
     needs=["inventory", "continued", "resumed"],
     after=[
         *(*SOUND, *TRAINING_CHECKS, "load_is_repeatable", "dcp_round_trip", "optimizer_state_round_trip"),
@@ -298,9 +298,9 @@ def resume_parity(view: View) -> Iterable[Finding]:
 def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
     """Report what is frozen, tied or in ``eval()`` otherwise after loading, even if the losses do not show it yet."""
     pairs = list(enumerate(zip(before, after, strict=True)))
-    resting = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
-    for name, ranks in ranks_by(resting).items():
-        yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_RESTING)
+    in_eval = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
+    for name, ranks in ranks_by(in_eval).items():
+        yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_LEFT_IN_EVAL)
     thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
     froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
     for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
@@ -319,7 +319,7 @@ def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str,
         yield from ((first, name) for name in others if name not in together.get(first, ()))
 
 
-_RESTING: Explanation = {
+_LEFT_IN_EVAL: Explanation = {
     "cause": "resume() leaves the model in eval(), and train_step does not call train()",
     "remedy": "call model.train() at the beginning of each step, or at the end of resume()",
 }

@@ -165,7 +165,7 @@ def _load_all(
 
 
 def train_on(steps: Sequence[int]) -> Mapping[str, Any]:
-    """Train after saving or loading a checkpoint; return what RankResumed has of the steps.
+    """Train after saving or loading a checkpoint; return the fields of RankResumed that describe these steps.
 
     The last step is one for its loss alone, which shows what the steps before it did.
     """
@@ -173,7 +173,7 @@ def train_on(steps: Sequence[int]) -> Mapping[str, Any]:
     modes = ModeWatch(subject.model)
     with modes.watching():
         run = _train(rank, subject, steps, until_loss=True)
-    return {"losses": tuple(run.losses), "rates": tuple(run.rates), "evaluating": modes.resting()}
+    return {"losses": tuple(run.losses), "rates": tuple(run.rates), "evaluating": modes.ran_in_eval()}
 
 
 # Saving and loading.

@@ -110,22 +110,31 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     ours, theirs = compared.entered, traced.arguments
     if [call for call in theirs if call in ours] != [call for call in ours if call in theirs]:
         return RankTrace(rows, step=traced.step, problem="modules run in another order than in the reference")
-    modules = {name: _beside(traced.modules.get(name), own) for name, own in describe_modules(subject.model).items()}
+    described = describe_modules(subject.model)
+    modules = {name: _compare_with(traced.modules.get(name), own) for name, own in described.items()}
     forward, backward = compared.calls()
     draws = tuple(name for name in drawing if name not in traced.draws)
     return RankTrace(rows, forward, backward, modules, draws=draws, handed=traced.hands_over, step=traced.step)
 
 
-def _beside(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFacts:
-    """Return the facts with what the reference has otherwise; numbers may be those of ranks and of their parts."""
+def _compare_with(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFacts:
+    """Return the facts, with the reference's class or settings where they differ."""
     bare = replace(own, settings={})
     if reference is None:
         return bare
     if reference.kind != own.kind:
         return replace(bare, reference=reference.kind)
-    both = [(name, value, reference.settings.get(name, value)) for name, value in own.settings.items()]
-    others = [one for one in both if one[1] != one[2] and not (one[1].isdigit() and one[2].isdigit())]
-    return replace(bare, otherwise=tuple(f"{name} is {value}, in the reference {its}" for name, value, its in others))
+    differing = (
+        f"{name} is {value}, in the reference {theirs}"
+        for name, value in own.settings.items()
+        if (theirs := reference.settings.get(name, value)) != value and not (_by_rank(value) and _by_rank(theirs))
+    )
+    return replace(bare, otherwise=tuple(differing))
+
+
+def _by_rank(value: str) -> bool:
+    """Return whether each rank may have its own value: an integer (an index, a size of its part) or a device."""
+    return value.lstrip("-").isdigit() or value.startswith(("'cuda", "'cpu"))
 
 
 def _describe(error: Exception) -> str:

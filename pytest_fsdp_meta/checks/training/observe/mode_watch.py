@@ -63,9 +63,10 @@ class ModeWatch:
             ran |= between
         return self._parts([name for name, trained in ran.items() if not trained], ran)
 
-    def resting(self) -> tuple[str, ...]:
+    def ran_in_eval(self) -> tuple[str, ...]:
         """Return the outermost modules that act by their mode and ran in ``eval()``, whatever the others did."""
-        ran = dict(ChainMap(*self._ran()))
+        learning, between = self._ran()
+        ran = learning | between
         return self._parts([name for name, trained in ran.items() if not trained], ran)
 
     def fallen(self) -> bool:

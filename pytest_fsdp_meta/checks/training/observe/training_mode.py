@@ -55,15 +55,16 @@ def observe_training_mode() -> RankTrainingMode:
         after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
         left: tuple[str, ...] = ()
         repeating: tuple[str, ...] = ()
-        own_step = optimizer is not None and subject.train_step is not None
-        fallen = own_step and on_any_rank(modes.fallen())
-        if fallen or (own_step and on_any_rank(bool(watch.draws))):
+        trains, own_step = optimizer is not None, subject.train_step is not None
+        fallen = own_step and on_any_rank(trains and modes.fallen())
+        if fallen or (own_step and on_any_rank(trains and bool(watch.draws))):
             doing("a second step with dropout")
-            rows = rows_of_step(subject, 1, data_parallel, rank.device)  # a seed may depend on them
+            next_rows = rows_of_step(subject, 1, data_parallel, rank.device)  # others: a step may seed by its rows
             next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
             with next_modes.watching(), watching_draws(subject.model, rank.device) as next_watch:
-                _step_with_dropout(subject, rank, rows)
+                _step_with_dropout(subject, rank, next_rows)
             left = modes.left(next_modes) if fallen else ()
+            # A generator in its first state again, as after fork_rng(), would repeat its numbers without any seed.
             moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
             repeating = _repeated(watch.draws, next_watch.draws, moved)
     drew = (watch.draws or hidden) and not has_stages(rank)
@@ -77,7 +78,7 @@ def _step_with_dropout(
 ) -> Optimizer | None:
     """Run a step as in production; return the optimizer, or None if nothing is trainable.
 
-    The first step begins the schedule again until ``kept`` is closed.
+    With ``kept``, the schedule begins again until that stack is closed, so that the next step continues it.
     """
     with deterministic(), with_dropout(subject.model, rank.device):
         optimizer = last_optimizer(subject, rank)
