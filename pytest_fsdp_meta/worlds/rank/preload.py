@@ -200,7 +200,7 @@ def _cuda_has_started() -> bool:
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:  # nobody has loaded it
+    except OSError:  # it is not loaded
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_SUCCESS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,24 +53,31 @@ def observe_training_mode() -> RankTrainingMode:
             hidden = watch.hidden
         reshard(subject.model)
         after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
-        left: tuple[str, ...] = ()
-        repeating: tuple[str, ...] = ()
-        trains, own_step = optimizer is not None, subject.train_step is not None
-        fallen = own_step and on_any_rank(trains and modes.fallen())
-        if fallen or (own_step and on_any_rank(trains and bool(watch.draws))):
-            doing("a second step with dropout")
-            next_rows = rows_of_step(subject, 1, data_parallel, rank.device)  # others: a step may seed by its rows
-            next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
-            with next_modes.watching(), watching_draws(subject.model, rank.device) as next_watch:
-                _step_with_dropout(subject, rank, next_rows)
-            left = modes.left(next_modes) if fallen else ()
-            # A generator in its first state again, as after fork_rng(), would repeat its numbers without any seed.
-            moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
-            repeating = _repeated(watch.draws, next_watch.draws, moved)
+        trains = optimizer is not None
+        left, repeating = _compare_with_next_step(subject, rank, modes, watch.draws, trains)
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
     return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
+
+
+def _compare_with_next_step(
+    subject: Subject, rank: Rank, modes: ModeWatch, draws: Sequence[Draw], trains: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what ``RankTrainingMode.left`` and ``repeating`` describe, by one more of the author's steps if needed."""
+    if subject.train_step is None:
+        return (), ()
+    fallen = on_any_rank(trains and modes.fallen())
+    if not fallen and not on_any_rank(trains and bool(draws)):
+        return (), ()
+    doing("a second step with dropout")
+    rows = rows_of_step(subject, 1, batch_slice(subject, rank), rank.device)  # others: a step may seed by its rows
+    next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
+    with next_modes.watching(), watching_draws(subject.model, rank.device) as watch:
+        _step_with_dropout(subject, rank, rows)
+    # A generator in its first state again, as after fork_rng(), would repeat its numbers without any seed.
+    moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
+    return modes.left(next_modes) if fallen else (), _repeated(draws, watch.draws, moved)
 
 
 def _step_with_dropout(
@@ -97,7 +104,7 @@ def _step_with_dropout(
     return optimizer
 
 
-def _repeated(first: Iterable[Draw], second: Iterable[Draw], generators: Collection[str]) -> tuple[str, ...]:
+def _repeated(first: Sequence[Draw], second: Sequence[Draw], generators: Collection[str]) -> tuple[str, ...]:
     """Return the modules that draw in the second step, if all draws from these generators repeat those of the first."""
     states, later = (
         {(d.module, d.call, d.operator, d.shape): d.state for d in draws if d.generator in generators and not d.again}
