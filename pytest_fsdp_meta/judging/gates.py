@@ -234,8 +234,18 @@ def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
     return {}
 
 
+def describe_later_steps(view: View) -> str:
+    """Return why steps after the first may differ from the reference's, which does less than train_step; else ""."""
+    changed = changed_by_step(view)
+    itself = (
+        f"train_step itself changes {first_of(changed)}, and the reference runs forward, backward and the optimizer "
+        "only; change it in a hook of the optimizer's step, which runs there as well"
+    )
+    return itself if changed else describe_loaded_state(view)
+
+
 def describe_loaded_state(view: View) -> str:
-    """Return why steps may differ from the reference's, whose optimizer is rebuilt without state; else ""."""
+    """Return why all steps may differ from the reference's, whose optimizer is rebuilt without state; else ""."""
     loaded = {name for run in view.evidence.training or () if run.optimizer for name in run.optimizer.loaded}
     names = [
         name for name in dict.fromkeys(t.name for r in view.evidence.inventory for t in r.tensors) if name in loaded
@@ -246,6 +256,13 @@ def describe_loaded_state(view: View) -> str:
         f"the loader's optimizer already has state (of {counted(len(names), 'parameter')}, first: {names[0]}), which "
         "the reference's does not; build it fresh, or load its state in resume()"
     )
+
+
+def changed_by_step(view: View) -> list[str]:
+    """Return the buffers that the author's own code in train_step changes, and that differ from the reference's."""
+    runs = view.evidence.training or ()
+    unlike = {c.name for run in runs for c in (*run.buffers.first, *run.buffers.last) if not c.equal}
+    return [name for name in dict.fromkeys(n for run in runs for n in run.buffers.by_step) if name in unlike]
 
 
 def global_losses(evidence: Evidence) -> tuple[float, ...]:

@@ -158,9 +158,13 @@ class TrainedBuffers:
     first: tuple[Comparison, ...] = ()
     last: tuple[Comparison, ...] = ()
     forwards: int = 0
-    """How many forwards of the model the author's steps ran; 0 if each step is a plain one, or they call submodules."""
+    """How many forwards of the model the author's steps trained; 0 if each step is a plain one, or calls submodules."""
     broadcast: tuple[str, ...] = ()
     """The buffers that DDP overwrites with those of one rank before each forward."""
+    by_step: tuple[str, ...] = ()
+    """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer."""
+    by_evaluation: tuple[str, ...] = ()
+    """The buffers that a forward in ``eval()`` and without gradients changed, within the author's step."""
 
 
 @dataclass(frozen=True)

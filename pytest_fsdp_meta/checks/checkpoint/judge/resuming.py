@@ -186,7 +186,7 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
     found: dict[str, list[tuple[int, Mismatch]]] = {}
     for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
         for name, old, new in changes(saved.beside, loaded.beside):
-            mismatch = _describe_beside(name, old, new, saved.rounded.get(name), _is_changed(name, loaded))
+            mismatch = _describe_beside(name, old, new, saved, loaded)
             found.setdefault(name, []).append((rank, mismatch))
     for name in [name for name in found if name not in by_rank]:
         yield from view.findings_for(name, found[name])
@@ -211,16 +211,19 @@ def _is_changed(name: str, loaded: RankResumed) -> bool:
     return any(loaded.beside.get(entry) != before[entry] for entry in own)
 
 
-def _describe_beside(name: str, old: str, new: str, rounded: str | None, changed: bool) -> Mismatch:
+def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: RankResumed) -> Mismatch:
     if not old:
         return Mismatch("a state after loading", "none, as saved")
     if not new:
         return Mismatch("no state after loading", "a state, as saved")
-    if new == rounded:
+    if new == saved.rounded.get(name):
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
-    explanation = _CHANGED_AFTERWARDS if changed else Explanation()
+    explanation = _CHANGED_AFTERWARDS if _is_changed(name, loaded) else Explanation()
     if name.startswith("scheduler."):
-        explanation = _STARTS_AGAIN
+        counted = saved.beside.get("scheduler.last_epoch") == loaded.beside.get("scheduler.last_epoch")
+        explanation = _OTHER_SETTINGS if counted else _STEPPED
+        if loaded.beside_before.get(name) == new:
+            explanation = _STARTS_AGAIN
     for read in (_number_in, _dtype_in):
         now, once = read(new), read(old)
         if now and once and now != once:
@@ -238,9 +241,17 @@ _CHANGED_AFTERWARDS: Explanation = {
     "remedy": "load its saved state_dict() last, after the model and the optimizer",
 }
 _STARTS_AGAIN: Explanation = {
-    "cause": "the scheduler's state is not saved, not loaded, or stepped by resume(), so that the schedule continues "
-    "from another step",
+    "cause": "the scheduler's state is not saved, or not loaded, so that the schedule starts from the beginning",
     "remedy": "save scheduler.state_dict() with the optimizer, and load it last",
+}
+_STEPPED: Explanation = {
+    "cause": "resume() steps the scheduler, also after loading its state, so that the schedule continues from another "
+    "step",
+    "remedy": "load scheduler.state_dict() last, and step the scheduler in training only",
+}
+_OTHER_SETTINGS: Explanation = {
+    "cause": "resume() builds the schedule anew with other settings, or sets them after loading; the step is right",
+    "remedy": "load scheduler.state_dict() last, which has the settings, and build it by those of the first run",
 }
 
 

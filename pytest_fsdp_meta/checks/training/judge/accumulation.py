@@ -14,7 +14,7 @@ from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
     describe_difference,
-    describe_loaded_state,
+    describe_later_steps,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
@@ -80,9 +80,9 @@ def _unexplained(
 ) -> Iterator[Finding]:
     """Yield what was ``found`` after the steps, unless something else explains it."""
     unless_explained(view, runs, found, what, (c for one in recorded for c in one.gradients), GRADIENT_TOLERANCE)
-    if found and (loaded := describe_loaded_state(view)):  # the gradients are those of weights that have trained
+    if found and (unlike := describe_later_steps(view)):  # the gradients are those of weights that have trained
         yield from (finding for finding in found if finding.actual.startswith("no gradient "))
-        raise PartlyJudged(f"{describe_difference(what, found)}: {loaded}")
+        raise PartlyJudged(f"{describe_difference(what, found)}: {unlike}")
     yield from found
 
 

@@ -14,7 +14,9 @@ from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
+    changed_by_step,
     comparable_training,
+    describe_later_steps,
     explain_hooks_left_out,
     require_no_other_cause,
     require_same_forward,
@@ -22,7 +24,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View, majority, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
@@ -105,6 +107,10 @@ def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
     return {rank: first for rank, digest in digests if digest != usual}
 
 
+_IN_EVALUATION: Explanation = {
+    "cause": "train_step also evaluates the model, and the forward changes it in eval() as well as in train()",
+    "remedy": "change it only if self.training",
+}
 _OTHER_ROWS = either(
     "",
     "they are computed at another time of the step, or once more in a forward that activation checkpointing repeats",
@@ -133,7 +139,8 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     changed = _changed_buffers(view)
     if not changed:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
-    names = view.names("buffer", only=changed)
+    own = changed_by_step(view)
+    names = view.names("buffer", only=changed.difference(own))
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
         wrong, when = (
@@ -152,6 +159,8 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         # Integers are equal here, and have no rounding that the noise would have to explain.
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
+        if own:
+            raise (PartlyJudged if names else NotJudged)(describe_later_steps(view))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:
@@ -183,7 +192,9 @@ def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Case
             change = {"": "another change than the reference's", "0": "no change"}.get(
                 factor, f"{factor} times the reference's change"
             )
-            explanation = _explain_factor(view, runs, name, factor) or explain_hooks_left_out(view) or _OTHER_ROWS
+            evaluated = any(name in run.buffers.by_evaluation for run in runs)
+            explanation = _IN_EVALUATION if evaluated else _explain_factor(view, runs, name, factor)
+            explanation = explanation or explain_hooks_left_out(view) or _OTHER_ROWS
             yield Finding(name, ranks, f"{change} {when}", "the same change", "", **explanation)
 
 

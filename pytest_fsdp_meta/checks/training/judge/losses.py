@@ -22,7 +22,7 @@ from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     add_precision,
     comparable_training,
-    describe_loaded_state,
+    describe_later_steps,
     explain_hooks_left_out,
     explain_uneven_backwards,
     format_losses,
@@ -88,8 +88,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
-    if wrong_steps and wrong_steps[0] > 0 and (loaded := describe_loaded_state(view)):
-        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {loaded}")
+    if wrong_steps and wrong_steps[0] > 0 and (unlike := describe_later_steps(view)):
+        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {unlike}")
     if wrong_steps:
         ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
         yield Finding(

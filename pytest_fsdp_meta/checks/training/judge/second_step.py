@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_difference,
+    describe_later_steps,
     describe_loaded_state,
     explain_uneven_backwards,
     require_no_other_cause,
@@ -55,7 +58,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     seconds = [run.second for run in runs if run.second is not None]
     if len(seconds) < len(runs):
         raise NotJudged(_describe_missing(view, runs))
-    if not _first_steps_equal(view, seconds):
+    if not first_steps_equal(view, seconds):
         message = "the first step moved the parameters otherwise than in the reference"
         if loaded := describe_loaded_state(view):
             raise NotJudged(f"{message}: {loaded}")
@@ -64,6 +67,8 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         raise NotJudged(f"{message} (see update_parity)")
     found, compared = list(_wrong_gradients(view, runs, seconds)), (c for one in seconds for c in one.gradients)
     unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
+    if found and (unlike := describe_later_steps(view)):
+        raise NotJudged(f"{describe_difference('the gradients of the second step differ', found)}: {unlike}")
     changing = next(changed_by_forward(view), None)
     if found and changing is not None and any(max(run.backwards, default=0) > 1 for run in runs):
         raise NotJudged(
@@ -79,13 +84,35 @@ def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
     return "there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable"
 
 
-def _first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
+def first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
+    """Return whether the first step moved the parameters on all ranks as in the reference."""
     limits, due = limits_of(view, "first_updates"), gradients_beyond_rounding(view)
     moved = [(rank, c) for rank, second in enumerate(seconds) for c in second.parameters if c.name in due]
     return not any(
         limits.exceeded(rank, c) and c.measure is not None and not c.measure.apart <= 2 * c.measure.grain
         for rank, c in moved
     )
+
+
+def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
+    """Explain updates by the learning rate of a later step than the first; return {} if the rates agree."""
+    for step, expected in enumerate(view.reference.rates):
+        for rates in (runs[rank].rates for rank in ranks):
+            actual = rates[step] if step < len(rates) else expected
+            if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
+                ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
+                how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
+                for later, own in enumerate(view.reference.rates[step + 1 :], 1):
+                    if len(own) == len(actual) and all(map(math.isclose, actual, own)):
+                        how = f"more often: it is the reference's rate of step {step + later}"
+                return {
+                    "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
+                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps "
+                    + how,
+                    "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
+                    "steps, and declare it in Subject(scheduler=...)",
+                }
+    return {}
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining], seconds: Sequence[SecondStep]) -> Iterator[Finding]:
@@ -104,13 +131,13 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining], seconds: Sequence
             )
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, seconds, name, wrong, limits)
+            yield from _describe_wrong(view, runs, name, wrong, limits)
 
 
 def _describe_wrong(
-    view: View, seconds: Sequence[SecondStep], name: str, wrong: Cases, limits: Limits
+    view: View, runs: Sequence[RankTraining], name: str, wrong: Cases, limits: Limits
 ) -> Iterator[Finding]:
-    left_over = [(rank, c) for rank, c in wrong if name in seconds[rank].left_over]
+    left_over = [(rank, c) for rank, c in wrong if (second := runs[rank].second) and name in second.left_over]
     others = [case for case in wrong if case not in left_over]
     if left_over:
         actual = "gradient of the second step still contains that of the first"
@@ -119,8 +146,10 @@ def _describe_wrong(
         actual = "gradient of the second step differs from the reference's, that of the first does not"
         detail = describe_error(limits, others)
         clips = {"train_step", "max_grad_norm"} <= set(view.evidence.subject.declared)
-        explanation = explain_uneven_backwards(view, last=1) or (_CLIPPED if clips else _CHANGED)
-        yield Finding(name, tuple(r for r, _ in others), actual, limits.describe(others), detail, **explanation)
+        ranks = tuple(rank for rank, _ in others)
+        explanation = explain_uneven_backwards(view, last=1) or explain_rates(view, runs, ranks)
+        explanation = explanation or (_CLIPPED if clips else _CHANGED)
+        yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
 
 
 _CLIPPED: Explanation = {

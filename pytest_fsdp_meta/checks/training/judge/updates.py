@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from pytest_fsdp_meta.checks.training.judge.second_step import explain_rates, first_steps_equal
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
@@ -14,6 +15,7 @@ from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
     describe_difference,
+    describe_later_steps,
     describe_loaded_state,
     explain_hooks_left_out,
     global_losses,
@@ -67,8 +69,10 @@ def update_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     found, what = list(_wrong_updates(view, runs)), "the updates differ"
     unless_explained(view, runs, found, what, (c for run in runs for c in run.parameters), UPDATE_TOLERANCE)
-    if found and (loaded := describe_loaded_state(view)):
-        raise NotJudged(f"{describe_difference(what, found)}: {loaded}")
+    seconds = [run.second for run in runs if run.second is not None]
+    later = bool(seconds) and first_steps_equal(view, seconds)
+    if found and (unlike := describe_later_steps(view) if later else describe_loaded_state(view)):
+        raise NotJudged(f"{describe_difference(what, found)}: {unlike}")
     if found:
         _require_same_last_forward(view, runs)
     yield from found
@@ -111,7 +115,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)
-            explanation = _explain_settings(view, runs, name, ranks) or _explain_rates(view, runs, ranks)
+            explanation = _explain_settings(view, runs, name, ranks) or explain_rates(view, runs, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
             if factor and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
@@ -161,27 +165,6 @@ def _knows_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: 
     """Return whether the settings of the parameter's group are known on these ranks and in the reference."""
     held = [facts.settings.get(name) if (facts := runs[rank].optimizer) is not None else None for rank in ranks]
     return bool(view.reference.settings.get(name)) and all(held)
-
-
-def _explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
-    """Explain an update by the learning rate of a later step than the first; return {} if the rates agree."""
-    for step, expected in enumerate(view.reference.rates):
-        for rates in (runs[rank].rates for rank in ranks):
-            actual = rates[step] if step < len(rates) else expected
-            if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
-                ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
-                how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
-                for later, own in enumerate(view.reference.rates[step + 1 :], 1):
-                    if len(own) == len(actual) and all(map(math.isclose, actual, own)):
-                        how = f"more often: it is the reference's rate of step {step + later}"
-                return {
-                    "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
-                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps "
-                    + how,
-                    "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
-                    "steps, and declare it in Subject(scheduler=...)",
-                }
-    return {}
 
 
 def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
@@ -31,13 +32,15 @@ def run_author_step(
     observe: Callable[[], None],
     beside: Beside,
     gradient_scale: float = 1.0,
+    buffers: BufferWatch | None = None,
 ) -> tuple[Tensor | float, int]:
     """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
 
     It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
-    gradients are multiplied by ``gradient_scale``.
+    gradients are multiplied by ``gradient_scale``. ``buffers`` hears of backwards and of the optimizer's steps.
     """
     parts = parts_of_optimizer(optimizer)
+    buffers = buffers or BufferWatch(nn.Module())
     steps: list[Optimizer] = []
     errors: list[Exception | None] = []
     """What ``observe`` raised, once it was called."""
@@ -46,10 +49,12 @@ def run_author_step(
         steps.append(part)
         if not errors:
             errors.append(_error_of(observe))
+        buffers.begin()
 
-    with ExitStack() as hooked, _backwards(gradient_scale) as backwards:
+    with ExitStack() as hooked, _backwards(gradient_scale, buffers) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
+            hooked.callback(computing_optimizer(part).register_step_post_hook(buffers.end).remove)
         loss = call_author_step(subject, optimizer, rows, beside)
     if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
         what = f"it returned a {type(loss).__name__} and has not run"
@@ -115,7 +120,7 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
 
 
 @contextmanager
-def _backwards(scale: float) -> Iterator[list[None]]:
+def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
     """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
 
     A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
@@ -128,6 +133,7 @@ def _backwards(scale: float) -> Iterator[list[None]]:
         if outermost:
             found.append(None)
             running.append(None)
+            buffers.begin()
             if scale != 1.0:
                 tensors, grad_tensors = _scaled(tensors, grad_tensors, scale)
         try:
@@ -135,6 +141,7 @@ def _backwards(scale: float) -> Iterator[list[None]]:
         finally:
             if outermost:
                 running.clear()
+                buffers.end()
 
     torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
     try:

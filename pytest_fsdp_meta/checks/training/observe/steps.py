@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (
     batch_digest,
@@ -54,6 +55,8 @@ class StepObserver:
     """
 
     gradient_scale = 1.0
+    buffers: BufferWatch | None = None
+    """Hears of what the author's step does."""
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
@@ -152,5 +155,6 @@ def _author_step(
     assert optimizer is not None
     with observer.during_forwards():
         look = partial(observer.after_backward, number)
-        scale = observer.gradient_scale
-        return run_author_step(subject, optimizer, rows, number, look, beside, gradient_scale=scale)
+        return run_author_step(
+            subject, optimizer, rows, number, look, beside, observer.gradient_scale, observer.buffers
+        )

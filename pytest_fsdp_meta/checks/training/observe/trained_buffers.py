@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.checks.values.observe import all_equal, comparable, compare, length, measure, read_part
@@ -27,27 +28,82 @@ from pytest_fsdp_meta.ranks.torch_private import is_replicated
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 
 
-class ForwardCount:
-    """Count the forwards of the author's steps: each updates statistics, and the reference runs one in a step."""
+class BufferWatch:
+    """Counts the forwards of the author's steps, and finds the persistent buffers that the steps change by themselves.
+
+    Forwards, backwards and steps of the optimizer run in the reference as well, with the optimizer's hooks; what
+    changes between them changes on the ranks only, and so does what an evaluation within the step changes.
+    """
 
     def __init__(self, model: Module) -> None:
-        self._model = model
         self.forwards = 0
+        """Those that train: each updates statistics, and the reference runs one in a step."""
+        self.by_step: dict[str, None] = {}
+        self.by_evaluation: dict[str, None] = {}
+        self._model = model
+        self._running = 0
+        """How many forwards, backwards and steps of the optimizer are running, one within another."""
+        self._kept: dict[str, Tensor] = {}
+        """Copies from when the last of them ended, or the evaluation began."""
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the forwards of the block."""
-
+    def during(self) -> Iterator[None]:
+        """Look at one step of the author's, whose backwards and optimizer call ``begin`` and ``end``."""
+        self._running = 0
+        self._keep()
         hooked = takes_hooks(self._model)
-
-        def count(module: Module, _: object) -> None:
-            self.forwards += hooked or module is self._model
-
-        handle = (self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook)(count)
+        before = self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook
+        after = partial(self._model.register_forward_hook, always_call=True) if hooked else register_module_forward_hook
+        hooks = before(self._before_forward), after(self._after_forward)
         try:
             yield
+            self.begin()
         finally:
-            handle.remove()
+            for hook in hooks:
+                hook.remove()
+            self._kept.clear()
+
+    def begin(self, *_: object) -> None:
+        """Look for changes since the last event, if this one is not within another."""
+        self._running += 1
+        if self._running == 1:
+            self.by_step |= self._changed()
+
+    def end(self, *_: object) -> None:
+        self._running = max(self._running - 1, 0)  # ZeRO-3 steps its parts one after another
+        if not self._running:
+            self._keep()
+
+    def _before_forward(self, module: Module, _: object) -> None:
+        if not takes_hooks(self._model) and module is not self._model:
+            return
+        self.forwards += not _evaluates(module)
+        self.begin()
+        if _evaluates(module):
+            self._keep()
+
+    def _after_forward(self, module: Module, *_: object) -> None:
+        if not takes_hooks(self._model) and module is not self._model:
+            return
+        if _evaluates(module):
+            self.by_evaluation |= self._changed()
+        self.end()
+
+    def _keep(self) -> None:
+        self._kept = {name: tensor.clone() for name, tensor in self._values()}
+
+    def _changed(self) -> dict[str, None]:
+        """Return the names of the buffers that differ from the copies."""
+        values = dict(self._values())
+        return {name: None for name, kept in self._kept.items() if not all_equal(values.get(name, kept), kept)}
+
+    def _values(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, local_part(tensor).detach()) for name, tensor in persistent_buffers(self._model))
+
+
+def _evaluates(module: Module) -> bool:
+    """Return whether a forward of the module that runs now is not part of the training."""
+    return not module.training and not torch.is_grad_enabled()
 
 
 def persistent_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:

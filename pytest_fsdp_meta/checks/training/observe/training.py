@@ -45,7 +45,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
 )
 from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import ForwardCount, broadcast_buffers
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, broadcast_buffers
 from pytest_fsdp_meta.evidence import (
     Clipping,
     Comparison,
@@ -137,7 +137,12 @@ def observe_training(
         followed=followed,
         drawing=seen.draws.modules,
         buffers=TrainedBuffers(
-            seen.compared[FIRST_BUFFERS], seen.compared[LAST_BUFFERS], seen.forwards.forwards, broadcast
+            seen.compared[FIRST_BUFFERS],
+            seen.compared[LAST_BUFFERS],
+            seen.buffers.forwards,
+            broadcast,
+            tuple(seen.buffers.by_step),
+            tuple(seen.buffers.by_evaluation),
         ),
         memory=again.memory,
     )
@@ -145,6 +150,8 @@ def observe_training(
 
 class _RankSteps(StepObserver):
     """Observe the gradients of the first two steps, what clipping leaves of the first, and what steps change."""
+
+    buffers: BufferWatch
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class _RankSteps(StepObserver):
         self._model = subject.model
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsWithoutDropout(subject.model, rank.device)
-        self.forwards = ForwardCount(subject.model)
+        self.buffers = BufferWatch(subject.model)
         self._steps = steps
         self._rank = rank
         self.before = copy_shards(subject.model)
@@ -192,7 +199,7 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def during_forwards(self) -> Iterator[None]:
-        with self.weights.next_step(), self.forwards.counting():
+        with self.weights.next_step(), self.buffers.during():
             yield
 
     def after_backward(self, step: int) -> None:
