@@ -305,7 +305,7 @@ def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: Sequence[
         f"{kept[worst]} bytes of activations kept for the backward on {where}",
         f"at most {ACTIVATIONS} times the {due[worst]} bytes that the reference keeps for the same rows",
         _largest_excess(ranks[worst], slices[worst], where),
-        **_KEPT,
+        **(_KEPT_BY_STEP if "train_step" in view.evidence.subject.declared else _KEPT),
     )
 
 
@@ -320,6 +320,12 @@ _KEPT: Explanation = {
     "which each keeps its input; or a rank runs more rows than its own, such as those that its loss gathers",
     "remedy": "wrap each block as a whole, and before fully_shard(); give each rank its own rows; if the loss has to "
     "gather rows, skip this check with that reason",
+}
+
+_KEPT_BY_STEP: Explanation = {
+    "cause": "train_step runs a further forward with gradients, as for a metric, and holds its outputs until the "
+    f"backward; or {_KEPT['cause']}",
+    "remedy": f"compute metrics from the outputs of the training, or under torch.no_grad(); {_KEPT['remedy']}",
 }
 
 

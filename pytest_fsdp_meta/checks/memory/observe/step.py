@@ -33,23 +33,22 @@ from pytest_fsdp_meta.worlds import SEED
 
 T = TypeVar("T")
 COMPILED = "torch.compile decides what to compute again"
-OWN_STEP = "train_step is not run once more for it, and no declaration changes that"
+OWN_STEP = "train_step is watched on half of a rank's rows, and batch(0) does not divide into so few"
 
 
 def observe_step_memory(
-    subject: Subject, run: Callable[[AbstractContextManager[None]], T]
+    subject: Subject, run: Callable[[AbstractContextManager[None]], T], problem: str = ""
 ) -> tuple[T | None, StepMemory]:
     """Return the result of ``run``, and what is kept in the context that it gets, for a forward and its backward.
 
-    Code sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or where
-    the author has a step of their own, there is neither a result nor a count, and some gradients may be left. An error
-    after the context is raised.
+    Code sees other tensors where a hook has seen what autograd saves, and some code refuses such hooks. Then, or with
+    another ``problem``, there is neither a result nor a count, and some gradients may be left. An error after the
+    context is raised.
     """
     model = subject.model
     groups = tuple(_groups(model))
-    compiled = any(map(is_compiled, model.modules()))
-    if compiled or subject.train_step is not None:
-        return None, StepMemory(None, groups=groups, problem=COMPILED if compiled else OWN_STEP)
+    if problem := COMPILED if any(map(is_compiled, model.modules())) else problem:
+        return None, StepMemory(None, groups=groups, problem=problem)
     watch = StepMemoryWatch(model)
     try:
         result = run(watch.watching())
@@ -69,7 +68,7 @@ def memory_of(subject: Subject, rows: dict[str, Any]) -> StepMemory:
         with comparable_modes(subject.model), watching:
             loss_of(subject, rows).backward()
 
-    return observe_step_memory(subject, step)[1]
+    return observe_step_memory(subject, step, OWN_STEP if subject.train_step is not None else "")[1]
 
 
 @dataclass

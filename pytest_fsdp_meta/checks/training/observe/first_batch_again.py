@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -107,12 +107,20 @@ class FirstBatchAgain:
         if "short" not in self.records:
             return None  # nothing is trainable in the reference
         clips = subject.max_grad_norm is not None
-        seen = _GradientsOfStep(subject.model, self.records["short"], small=clips)
         beside: Beside = rank.state["beside"]
+
+        def run(watching: AbstractContextManager[None]) -> _GradientsOfStep:
+            seen = _GradientsOfStep(subject.model, self.records["short"], small=clips)
+            rows = micro_batches(self.data_parallel)[0]
+            with watching:
+                train(subject, rank.device, range(1), rows, optimizer, seen, beside)
+            return seen
+
         try:
             # Gradients that are not clipped follow: the reference, which makes no short step, has the same weights.
             with beside.kept_schedule(optimizer), _kept_weights(subject.model) if clips else nullcontext():
-                train(subject, rank.device, range(1), micro_batches(self.data_parallel)[0], optimizer, seen, beside)
+                watched, self.memory = observe_step_memory(subject, run)
+                seen = watched or run(nullcontext())
         except (CallFailed, SubjectError) as error:
             cause = cause_of(error)
             return Accumulation(refused=f"{type(cause).__name__}: {first_line(cause)}")
