@@ -168,6 +168,8 @@ class ReferenceFacts:
     """Why it was trained in ``eval()`` to be compared with the ranks, or could not be; else empty."""
     batch_norms: tuple[str, ...] = ()
     """The modules that stay in ``eval()``, because in ``train()`` they normalise by statistics of a rank's own rows."""
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+    """As in ``RankTraining``."""
 
     @property
     def complete(self) -> bool:

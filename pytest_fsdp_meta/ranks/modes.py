@@ -39,6 +39,10 @@ SKIPPING = "layerdrop", "encoder_layerdrop", "decoder_layerdrop"
 """Attributes of modules, or of their ``config``: the probability to skip a whole layer in training."""
 SYNCHRONISING = "cuda", "xpu", "hpu"
 """The types of devices with torch's kernels for SyncBatchNorm."""
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -120,6 +124,16 @@ def batch_norms(model: Module) -> dict[str, Module]:
     """Return the modules that normalise by statistics of the rows in training, and by kept ones in ``eval()``."""
     kept = ((name, module) for name, module in model.named_modules() if isinstance(module, BATCH_NORMS))
     return {name: module for name, module in kept if getattr(module, "running_mean", None) is not None}
+
+
+def dropout_fractions(model: Module) -> dict[str, float]:
+    """Return the settings of dropouts by the names of the modules and attributes: ``p``, ``attention_dropout``."""
+    return {
+        f"{name}.{attribute}".removeprefix("."): float(value)
+        for name, module in innermost_modules(model).items()
+        for attribute, value in vars(module).items()
+        if (isinstance(value, float) and "drop" in attribute) or (attribute == "p" and isinstance(module, DROPOUTS))
+    }
 
 
 @contextmanager

@@ -228,6 +228,8 @@ class RankTraining:
     the parameters that they are named after."""
     drawing: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although dropout was off."""
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+    """The fraction that each dropout drops before the training, by the module and its attribute."""
     buffers: TrainedBuffers = TrainedBuffers()
     memory: StepMemory = field(default=StepMemory(0))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.evidence import StaleWeight
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.text import fold_names
 
 
 @training_check(
@@ -79,8 +80,9 @@ def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:
 
 @training_check(
     promise="in a training step, modules that learn are in train(), or the whole model is in eval(); in eval(), no "
-    "module drops elements",
+    "module drops elements, and in train() none more than the reference's",
     needs=["inventory", "training_mode"],
+    uses=["reference", "training"],
     after=BLOCKING_CHECKS,
     why="A part that is left in eval() trains without its dropout, and without whatever else its mode switches on: no "
     "error is raised, and the loss looks a little better than it should.",
@@ -102,6 +104,7 @@ def modules_train(view: View) -> Iterable[Finding]:
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
         yield Finding(name or None, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
+    yield from _other_fractions(view)
     problems = [step.evaluation_problem for step in steps if step.evaluation_problem]
     if problems:
         raise PartlyJudged(
@@ -109,6 +112,24 @@ def modules_train(view: View) -> Iterable[Finding]:
         )
 
 
+def _other_fractions(view: View) -> Iterator[Finding]:
+    """Yield the dropouts that drop another fraction than in the reference; some trainers switch them off."""
+    reference = view.evidence.reference
+    expected = reference.dropouts if reference is not None else {}
+    pairs = ((rank, pair) for rank, run in enumerate(view.evidence.training or ()) for pair in run.dropouts.items())
+    alike: dict[tuple[float, float, tuple[int, ...]], list[str]] = {}
+    for (name, fraction), ranks in ranks_by(pairs).items():
+        if fraction and fraction != expected.get(name, fraction):
+            alike.setdefault((fraction, expected[name], ranks), []).append(name)
+    for (fraction, due, ranks), names in alike.items():
+        for name in fold_names(names):
+            yield Finding(name, ranks, f"is {fraction:g}", f"{due:g}, as in the reference", **_OTHER_FRACTION)
+
+
+_OTHER_FRACTION: Explanation = {
+    "cause": "the loader builds this dropout from other settings than the reference, or changes them",
+    "remedy": "build the model from the reference's configuration; if it is meant, give the reference the same",
+}
 _PART = "in eval() while the rest of the model trains"
 _WHOLE = "trains in eval() although train() was called in the same step"
 _LEFT = "is left in eval() by a step, and trains there in the next"

@@ -42,7 +42,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.generators import drew_since, read_all, seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, take_inventory
-from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms, comparable_modes
+from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms, comparable_modes, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import hooks_left_out, make_optimizer, settings_of
 from pytest_fsdp_meta.ranks.reference_record import Record, RecordWriter, record_at
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -73,18 +73,19 @@ def train_reference(
     """
     rank = current()
     rank.state[EVALUATING] = tuple(evaluating)
-    norms = tuple(batch_norms(rank.state["reference"]))
+    model = rank.state["reference"]
+    facts = replace(facts, batch_norms=tuple(batch_norms(model)), dropouts=dropout_fractions(model))
 
     def train_once(evaluated: str, may_draw: bool) -> ReferenceFacts:
         if evaluated:
             rank.state[IN_EVALUATION] = True
-        known = replace(facts, batch_norms=norms, evaluated=evaluated)
+        known = replace(facts, evaluated=evaluated)
         with RecordWriter() as writer:
             return _train_and_record(recipe, steps, folder, data_parallel_size, short, known, writer, may_draw)
 
     trained: ReferenceFacts | None = None
-    if compiled and norms:
-        why = f"torch.compile has compiled the model, with {first_of(norms)} in train()"
+    if compiled and facts.batch_norms:
+        why = f"torch.compile has compiled the model, with {first_of(facts.batch_norms)} in train()"
         trained = train_once(why, may_draw=True)
     else:
         with suppress(_DrawsInTraining):
@@ -93,10 +94,7 @@ def train_reference(
         values = Record(record_at(folder, "values"))
         why = _describe_draws(recipe, values)
         problem = _describe_evaluation(recipe, values, data_parallel_size) if why else ""
-        if problem:
-            trained = replace(facts, batch_norms=norms, evaluated=f"{why}, {problem}")
-        else:
-            trained = train_once(why, may_draw=True)
+        trained = replace(facts, evaluated=f"{why}, {problem}") if problem else train_once(why, may_draw=True)
     return_freed_memory(rank.device)  # this world waits while others train
     return trained
 

@@ -60,7 +60,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
@@ -89,6 +89,7 @@ def observe_training(
     data_parallel = batch_slice(subject, rank)
     optimizer = make_optimizer(subject)
     seen = _RankSteps(subject, rank, steps, _open_records(records_folder), (norm, own_clipping), optimizer)
+    dropouts = dropout_fractions(subject.model)
     held = None if optimizer is None else optimizer_facts(optimizer, subject)
     seen.beside = beside = make_beside(subject, optimizer)
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
@@ -136,6 +137,7 @@ def observe_training(
         beside_alone=alone,
         followed=followed,
         drawing=seen.draws.modules,
+        dropouts=dropouts,
         buffers=TrainedBuffers(
             seen.compared[FIRST_BUFFERS],
             seen.compared[LAST_BUFFERS],
