@@ -123,13 +123,28 @@ def unless_explained(
     gradients differ".
     """
     if found:
+        message = describe_difference(what, found)
+        if changes_at_once(view) and (certain := [one for one in found if one.actual.startswith("no gradient")]):
+            return certain
+        require_same_first_forward(view, message)
         require_same_forward(view, runs)
-        require_no_other_cause(view, describe_difference(what, found))
+        require_no_other_cause(view, message)
     else:
         require_gradients(view)
         require_noise(view, tolerance, (comparison.relative for comparison in compared))
         require_training_mode(view)
     return found
+
+
+def changes_at_once(view: View) -> bool:
+    """Return whether train_step itself changes, before the first forward, what that computes with."""
+    return any(run.buffers.at_once and run.buffers.steering for run in view.evidence.training or ())
+
+
+def require_same_first_forward(view: View, message: str) -> None:
+    """Raise NotJudged if the ranks' first forward computes with something that train_step itself has changed."""
+    if changes_at_once(view):
+        raise NotJudged(f"{message}: {describe_own_changes(view)}")
 
 
 def describe_difference(what: str, found: Sequence[Finding]) -> str:
@@ -173,6 +188,7 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     if "loss_parity" not in view.selection or not expected or not loss_limits(view).exceeded(actual, expected, 0):
         return
     message = f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}"
+    require_same_first_forward(view, message)
     if not view.reference.unstable:  # loss_parity says so
         require_no_other_cause(view, message, first_forward=True)
     raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
@@ -236,12 +252,16 @@ def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
 
 def describe_later_steps(view: View) -> str:
     """Return why steps after the first may differ from the reference's, which does less than train_step; else ""."""
-    changed = changed_by_step(view)
-    itself = (
-        f"train_step itself changes {first_of(changed)}, and the reference runs forward, backward and the optimizer "
-        "only; change it in a hook of the optimizer's step, which runs there as well"
+    steering = any(run.buffers.steering for run in view.evidence.training or ())
+    return describe_own_changes(view) if steering else describe_loaded_state(view)
+
+
+def describe_own_changes(view: View) -> str:
+    """Say which buffers train_step itself changes."""
+    return (
+        f"train_step itself changes {first_of(changed_by_step(view))}, and the reference runs forward, backward and "
+        "the optimizer only; change it in a hook of the optimizer's step, which runs there as well"
     )
-    return itself if changed else describe_loaded_state(view)
 
 
 def describe_loaded_state(view: View) -> str:

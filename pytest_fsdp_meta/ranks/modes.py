@@ -39,10 +39,6 @@ SKIPPING = "layerdrop", "encoder_layerdrop", "decoder_layerdrop"
 """Attributes of modules, or of their ``config``: the probability to skip a whole layer in training."""
 SYNCHRONISING = "cuda", "xpu", "hpu"
 """The types of devices with torch's kernels for SyncBatchNorm."""
-DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -132,7 +128,7 @@ def dropout_fractions(model: Module) -> dict[str, float]:
         f"{name}.{attribute}".removeprefix("."): float(value)
         for name, module in innermost_modules(model).items()
         for attribute, value in vars(module).items()
-        if (isinstance(value, float) and "drop" in attribute) or (attribute == "p" and isinstance(module, DROPOUTS))
+        if type(value) in (int, float) and (attribute == "p" or ("drop" in attribute and type(value) is float))
     }
 
 

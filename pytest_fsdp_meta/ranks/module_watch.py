@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -39,6 +41,8 @@ from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name, first_line
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
+HARMLESS = "name", "layer_idx", "use_cache", "gradient_checkpointing"
+"""Attributes that change no result, as transformers names them, and that loaders change."""
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
 
@@ -282,23 +286,61 @@ def _replace(value: Any, instead: Mapping[str, Tensor], path: str = "") -> Any:
 
 def describe_modules(model: Module) -> dict[str, ModuleFacts]:
     """Return the class of each module, and where its forward is defined."""
-    return {name: _describe(module) for name, module in innermost_modules(model).items()}
+    modules = innermost_modules(model)
+    kinds = {base for module in modules.values() for base in type(module).__mro__}
+    used = frozenset[str]().union(*map(_attributes_used_by, kinds))
+    return {name: _describe(module, used) for name, module in modules.items()}
 
 
-def _describe(module: Module) -> ModuleFacts:
+def _describe(module: Module, used: Collection[str]) -> ModuleFacts:
     kind = type(module)
     while issubclass(kind, FSDPModule) and len(kind.__bases__) > 1:
         kind = kind.__bases__[-1]  # fully_shard() changes the class of a module to one made of both
     forward = inspect.unwrap(vars(module).get("forward", kind.forward))
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
-    return ModuleFacts(kind.__name__, file, line, settings=_settings(module), splits_output=_splits_output(module))
+    return ModuleFacts(
+        kind.__name__, file, line, settings=_settings(module, used), splits_output=_splits_output(module)
+    )
 
 
-def _settings(module: Module) -> dict[str, str]:
+def _settings(module: Module, used: Collection[str]) -> dict[str, str]:
     plain = (bool, int, float, str, type(None))
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    return {name: repr(value) for name, value in public.items() if type(value) in plain}
+    kept = _written_by_forward(type(module).forward) | {"training", *HARMLESS}
+    return {
+        name: repr(value)
+        for name, value in vars(module).items()
+        if type(value) in plain and not name.startswith("_") and name in used and name not in kept
+    }
+
+
+@cache
+def _attributes_used_by(kind: type) -> frozenset[str]:
+    """Return the names by which a class may read attributes; what is only written, as for a log, configures nothing."""
+    if kind in (Module, object):
+        return frozenset()
+    functions = [
+        getattr(own, "fget", own) for name, own in vars(kind).items() if name not in ("__init__", "extra_repr")
+    ]
+    codes = [code for own in functions if callable(own) for code in codes_of(own)]
+    read = (one.argval for code in codes for one in dis.get_instructions(code) if one.opname.startswith("LOAD_ATTR"))
+    return frozenset((*read, *(text for code in codes for text in code.co_consts if isinstance(text, str))))
+
+
+@cache
+def _written_by_forward(forward: Callable[..., Any]) -> frozenset[str]:
+    codes = codes_of(forward)
+    return frozenset(i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+
+
+def codes_of(function: Any) -> list[CodeType]:
+    """Return the code of a function and of all functions that are written in it; none if it is not Python's."""
+    found, new = [], [getattr(inspect.unwrap(function), "__code__", None)]
+    while new:
+        if isinstance(code := new.pop(), CodeType):
+            found.append(code)
+            new += code.co_consts
+    return found
 
 
 def _splits_output(module: Module) -> bool:

@@ -298,3 +298,29 @@ def test_random_numbers_belong_to_the_module_that_draws_them():
         model(torch.randn(4, 4))
     assert list(watch.draws) == ["1"]
     assert not watch.problem
+
+
+class Settings(nn.Module):
+    """Attributes that the class reads, in several ways, and others that configure nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.gain, self.scale, self.shift = 1e-5, 2.0, 0.5, 0.1
+        self.started, self.last, self.use_cache, self.calls = 3.5, 0.0, True, 0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            return y * self.scale + getattr(self, "shift")  # noqa: B009
+
+        self.calls += 1
+        self.last = float(x.sum())
+        return inner(x) * self.doubled / self.eps if self.use_cache else x
+
+
+def test_settings_are_what_the_class_reads_and_no_forward_writes():
+    settings = describe_modules(Settings())[""].settings
+    assert settings == {"eps": "1e-05", "gain": "2.0", "scale": "0.5", "shift": "0.1"}

@@ -165,6 +165,10 @@ class TrainedBuffers:
     """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer."""
     by_evaluation: tuple[str, ...] = ()
     """The buffers that a forward in ``eval()`` and without gradients changed, within the author's step."""
+    steering: bool = False
+    """Whether the loss depends on those ``by_step``."""
+    at_once: bool = False
+    """Whether the first step changed any of them before its first forward."""
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,11 @@ def _compare_with(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFact
         return bare
     if reference.kind != own.kind:
         return replace(bare, reference=reference.kind)
+    # Numbers first: a flag or a name is more often without effect.
+    settings = sorted(own.settings.items(), key=lambda item: item[1].startswith(("'", '"', "T", "F", "N")))
     differing = (
         f"{name} is {value}, in the reference {theirs}"
-        for name, value in own.settings.items()
+        for name, value in settings
         if (theirs := reference.settings.get(name, value)) != value and not (_by_rank(value) and _by_rank(theirs))
     )
     return replace(bare, otherwise=tuple(differing))

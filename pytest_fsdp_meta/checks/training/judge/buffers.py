@@ -16,7 +16,7 @@ from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     changed_by_step,
     comparable_training,
-    describe_later_steps,
+    describe_own_changes,
     explain_hooks_left_out,
     require_no_other_cause,
     require_same_forward,
@@ -25,7 +25,7 @@ from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.text import counted, name_ranks
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
@@ -61,6 +61,11 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             actual = f"differs from its replicas after {count_steps(view)}"
             detail = f"rank {rank} differs from rank {usual}"
             explanation = _OWN_ROWS if kind == "buffer" else {}
+            if by_step := tuple(r for r, run in enumerate(view.evidence.training or ()) if name in run.buffers.by_step):
+                explanation = {
+                    "cause": f"train_step itself changes it on {name_ranks(by_step)}, and not alike on all ranks",
+                    "remedy": "change it on every rank, by values that all ranks share",
+                }
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if not judged:
         raise NotJudged("no parameter is replicated, and training changes no buffer that is")
@@ -160,7 +165,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
         if own:
-            raise (PartlyJudged if names else NotJudged)(describe_later_steps(view))
+            raise (PartlyJudged if names else NotJudged)(describe_own_changes(view))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:

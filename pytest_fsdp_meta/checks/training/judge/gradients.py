@@ -68,14 +68,14 @@ def grad_parity(view: View) -> Iterable[Finding]:
     unreduced = list(unreduced_gradients(view, runs))
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
-    found = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
+    found: Sequence[Finding] = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
     if unreduced and not found:
         return
     if not found:
         require_gradients(view)
         yield from _scaled_before_clipping(view, runs)
     compared = (c for run in runs for c in run.gradients)
-    if unless_explained(view, runs, found, "the gradients differ", compared, GRADIENT_TOLERANCE):
+    if found := unless_explained(view, runs, found, "the gradients differ", compared, GRADIENT_TOLERANCE):
         departing = {finding.tensor for finding in found if finding.tensor}
         agreeing = describe_first_departure(view, runs, departing)
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)

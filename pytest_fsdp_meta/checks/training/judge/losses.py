@@ -29,6 +29,7 @@ from pytest_fsdp_meta.judging.gates import (
     global_losses,
     require_gradients,
     require_no_other_cause,
+    require_same_first_forward,
     require_training_mode,
     slice_losses,
 )
@@ -84,6 +85,8 @@ def loss_parity(view: View) -> Iterable[Finding]:
         rank, other, step = disagreements[0]
         message = _describe_step(step, runs[rank].losses, runs[other].losses)
     first = min([*wrong_steps, *(step for _, _, step in disagreements)])
+    if not disagreements:
+        require_same_first_forward(view, f"the losses differ ({message})")
     require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
 )
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotJudged, View
+from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
 
 _CHANGED = either(
     "the parameters are right after the first step, and the second gradients are not: ",
@@ -65,10 +65,14 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
         raise NotJudged(f"{message} (see update_parity)")
-    found, compared = list(_wrong_gradients(view, runs, seconds)), (c for one in seconds for c in one.gradients)
-    unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
+    found: Sequence[Finding] = list(_wrong_gradients(view, runs, seconds))
+    compared = (c for one in seconds for c in one.gradients)
+    found = unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
     if found and (unlike := describe_later_steps(view)):
-        raise NotJudged(f"{describe_difference('the gradients of the second step differ', found)}: {unlike}")
+        certain = [finding for finding in found if finding.cause == _NOT_ZEROED["cause"]]
+        yield from certain
+        message = f"{describe_difference('the gradients of the second step differ', found)}: {unlike}"
+        raise PartlyJudged(message) if certain else NotJudged(message)
     changing = next(changed_by_forward(view), None)
     if found and changing is not None and any(max(run.backwards, default=0) > 1 for run in runs):
         raise NotJudged(
@@ -95,24 +99,32 @@ def first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
 
 
 def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
-    """Explain updates by the learning rate of a later step than the first; return {} if the rates agree."""
-    for step, expected in enumerate(view.reference.rates):
-        for rates in (runs[rank].rates for rank in ranks):
-            actual = rates[step] if step < len(rates) else expected
-            if len(actual) == len(expected) and not all(map(math.isclose, actual, expected)):
-                ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, expected))
-                how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
-                for later, own in enumerate(view.reference.rates[step + 1 :], 1):
-                    if len(own) == len(actual) and all(map(math.isclose, actual, own)):
-                        how = f"more often: it is the reference's rate of step {step + later}"
-                return {
-                    "cause": f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the "
-                    "reference, whose scheduler steps once after each step of the optimizer: on the ranks it steps "
-                    + how,
-                    "remedy": "build the scheduler for the optimizer that trains, step it once after each of its "
-                    "steps, and declare it in Subject(scheduler=...)",
-                }
-    return {}
+    """Explain updates by the first learning rate that is not the reference's; return {} if the rates agree."""
+    rates = view.reference.rates
+    pairs = ((step, runs[rank].rates[step]) for step in range(len(rates)) for rank in ranks if runs[rank].rates[step:])
+    found = next(((step, own) for step, own in pairs if not _equal_rates(own, rates[step])), None)
+    if found is None:
+        return {}
+    step, actual = found
+    ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, rates[step]))
+    differ = f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the reference"
+    if "scheduler" not in view.evidence.subject.declared:
+        return {
+            "cause": f"{differ}: train_step, or a hook of the optimizer's step, sets it",
+            "remedy": "set it by a scheduler, alike on all ranks, and declare that in Subject(scheduler=...)",
+        }
+    how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
+    if later := next((n for n in range(step + 1, len(rates)) if _equal_rates(actual, rates[n])), 0):
+        how = f"more often: it is the reference's rate of step {later}"
+    return {
+        "cause": f"{differ}, whose scheduler steps once after each step of the optimizer: on the ranks it steps {how}",
+        "remedy": "build the scheduler for the optimizer that trains, step it once after each of its steps, and "
+        "declare it in Subject(scheduler=...)",
+    }
+
+
+def _equal_rates(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    return len(ours) != len(theirs) or all(map(math.isclose, ours, theirs))
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining], seconds: Sequence[SecondStep]) -> Iterator[Finding]:

@@ -70,7 +70,7 @@ def update_parity(view: View) -> Iterable[Finding]:
     found, what = list(_wrong_updates(view, runs)), "the updates differ"
     unless_explained(view, runs, found, what, (c for run in runs for c in run.parameters), UPDATE_TOLERANCE)
     seconds = [run.second for run in runs if run.second is not None]
-    later = bool(seconds) and first_steps_equal(view, seconds)
+    later = bool(seconds) and first_steps_equal(view, seconds) and not explain_rates(view, runs, range(len(runs)))
     if found and (unlike := describe_later_steps(view) if later else describe_loaded_state(view)):
         raise NotJudged(f"{describe_difference(what, found)}: {unlike}")
     if found:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
-from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_fsdp_meta.ranks.modes import batch_norms
-from pytest_fsdp_meta.ranks.module_watch import innermost_modules
+from pytest_fsdp_meta.ranks.module_watch import codes_of, innermost_modules
 
 DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
@@ -131,18 +129,8 @@ def _acts_by_mode(module: Module) -> bool:
         return bool(module.dropout)
     bases = takewhile(lambda base: base is not Module, type(module).__mro__)
     authors = [base for base in bases if not base.__module__.startswith("torch.")]
-    return any(_asks_mode(inspect.unwrap(own)) for base in authors for own in vars(base).values() if callable(own))
-
-
-def _asks_mode(function: Any) -> bool:
-    """Return whether a function reads an attribute ``training``."""
-    codes = [getattr(function, "__code__", None)]
-    while codes:
-        if (code := codes.pop()) is not None:
-            if "training" in code.co_names:
-                return True
-            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return False
+    functions = (own for base in authors for own in vars(base).values() if callable(own))
+    return any("training" in code.co_names for function in functions for code in codes_of(function))
 
 
 def _outermost(name: str, trained: Mapping[str, bool]) -> str:

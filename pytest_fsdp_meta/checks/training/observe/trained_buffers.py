@@ -5,7 +5,7 @@ Non-persistent buffers are scratch memory of each rank, such as caches: a checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,18 +39,24 @@ class BufferWatch:
         self.forwards = 0
         """Those that train: each updates statistics, and the reference runs one in a step."""
         self.by_step: dict[str, None] = {}
+        self.at_once = False
+        """Whether the first step changed any of them before its first forward."""
         self.by_evaluation: dict[str, None] = {}
         self._model = model
+        self._begun = False
         self._running = 0
         """How many forwards, backwards and steps of the optimizer are running, one within another."""
         self._kept: dict[str, Tensor] = {}
         """Copies from when the last of them ended, or the evaluation began."""
+        self._first: dict[str, Tensor] = {}
+        """Copies from before the first step."""
 
     @contextmanager
     def during(self) -> Iterator[None]:
         """Look at one step of the author's, whose backwards and optimizer call ``begin`` and ``end``."""
         self._running = 0
         self._keep()
+        self._first = self._first or dict(self._kept)
         hooked = takes_hooks(self._model)
         before = self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook
         after = partial(self._model.register_forward_hook, always_call=True) if hooked else register_module_forward_hook
@@ -68,11 +74,38 @@ class BufferWatch:
         self._running += 1
         if self._running == 1:
             self.by_step |= self._changed()
+            self.at_once |= bool(self.by_step) and not self._begun
+            self._begun = True
 
     def end(self, *_: object) -> None:
         self._running = max(self._running - 1, 0)  # ZeRO-3 steps its parts one after another
         if not self._running:
             self._keep()
+
+    def steers(self, loss: Callable[[], Tensor]) -> bool:
+        """Return whether ``loss()`` depends on what the steps changed; no persistent buffer is other afterwards.
+
+        Called on all ranks, because a forward is. A loss that cannot be computed counts as one that depends.
+        """
+        last, found = {name: tensor.clone() for name, tensor in self._values()}, []
+        first = {name: tensor for name, tensor in self._first.items() if name in self.by_step and name in last}
+        # NaN shows also where a choice of experts hides a small change.
+        unknown = {name: torch.full_like(t, torch.nan) for name, t in first.items() if t.is_floating_point()}
+        try:
+            for values in (last, {**last, **first}, {**last, **unknown}):
+                self._set(values)
+                with torch.no_grad():
+                    found.append(loss())
+        except Exception:  # of any type: it is the author's code, which may need what only train_step gives it
+            return True
+        finally:
+            self._set(last)
+        return not all(torch.equal(other, found[0]) for other in found[1:])
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._values():
+            if name in values:
+                tensor.copy_(values[name])
 
     def _before_forward(self, module: Module, _: object) -> None:
         if not takes_hooks(self._model) and module is not self._model:

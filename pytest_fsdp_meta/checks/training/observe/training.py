@@ -18,6 +18,7 @@ from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
@@ -58,13 +59,14 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import batch_slice
+from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, rows_of_step
+from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, comparable_modes, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
-from pytest_fsdp_meta.worlds import Rank, current
+from pytest_fsdp_meta.worlds import SEED, Rank, current
 
 
 def observe_training(
@@ -95,6 +97,7 @@ def observe_training(
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
+    steered = on_any_rank(bool(seen.buffers.by_step)) and seen.steers_forward(data_parallel)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
     (averages, alone), moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
@@ -145,6 +148,8 @@ def observe_training(
             broadcast,
             tuple(seen.buffers.by_step),
             tuple(seen.buffers.by_evaluation),
+            steered,
+            seen.buffers.at_once,
         ),
         memory=again.memory,
     )
@@ -223,6 +228,19 @@ class _RankSteps(StepObserver):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
+
+    def steers_forward(self, data_parallel: tuple[int, int]) -> bool:
+        """Return whether what the author's steps change by themselves changes what the model computes."""
+        rows = rows_of_step(self._subject, 0, data_parallel, self._rank.device)
+
+        def loss() -> Tensor:
+            seed_all(SEED)
+            return loss_of(self._subject, rows)
+
+        with comparable_modes(self._model):
+            steers = on_any_rank(self.buffers.steers(loss))
+        reshard(self._model)
+        return steers
 
     def movements(self, reference_noise: float) -> tuple[Movement, ...]:
         """Return how far each parameter moved, and how far the reference or its own gradients say it should."""

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_op
 from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, rows_of_step
-from pytest_fsdp_meta.ranks.generators import changed_generators, read_states, set_all
+from pytest_fsdp_meta.ranks.generators import States, changed_generators, describe_state, read_states, set_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import evaluating, train_model, with_dropout
@@ -37,7 +37,8 @@ def observe_training_mode() -> RankTrainingMode:
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
-    rows = rows_of_step(subject, 0, data_parallel, rank.device)
+    # Both now, because batch() is called under a seed; others for the next step, which may seed by its rows.
+    rows, next_rows = (rows_of_step(subject, step, data_parallel, rank.device) for step in range(2))
     drop_gradients(subject.model)
     if subject.train_step is None:
         train_model(subject.model)
@@ -54,7 +55,7 @@ def observe_training_mode() -> RankTrainingMode:
         reshard(subject.model)
         after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
         trains = optimizer is not None
-        left, repeating = _compare_with_next_step(subject, rank, modes, watch.draws, trains)
+        left, repeating = _compare_with_next_step(subject, rank, next_rows, modes, watch.draws, trains)
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
@@ -62,7 +63,7 @@ def observe_training_mode() -> RankTrainingMode:
 
 
 def _compare_with_next_step(
-    subject: Subject, rank: Rank, modes: ModeWatch, draws: Sequence[Draw], trains: bool
+    subject: Subject, rank: Rank, rows: dict[str, Any], modes: ModeWatch, draws: Sequence[Draw], trains: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what ``RankTrainingMode.left`` and ``repeating`` describe, by one more of the author's steps if needed."""
     if subject.train_step is None:
@@ -71,13 +72,12 @@ def _compare_with_next_step(
     if not fallen and not on_any_rank(trains and bool(draws)):
         return (), ()
     doing("a second step with dropout")
-    rows = rows_of_step(subject, 1, batch_slice(subject, rank), rank.device)  # others: a step may seed by its rows
     next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
     with next_modes.watching(), watching_draws(subject.model, rank.device) as watch:
         _step_with_dropout(subject, rank, rows)
-    # A generator in its first state again, as after fork_rng(), would repeat its numbers without any seed.
     moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
-    return modes.left(next_modes) if fallen else (), _repeated(draws, watch.draws, moved)
+    repeating = _repeated(draws, watch.draws, moved) or _returning(watch.draws, moved, begun, read_states(rank.device))
+    return modes.left(next_modes) if fallen else (), repeating
 
 
 def _step_with_dropout(
@@ -105,13 +105,28 @@ def _step_with_dropout(
 
 
 def _repeated(first: Sequence[Draw], second: Sequence[Draw], generators: Collection[str]) -> tuple[str, ...]:
-    """Return the modules that draw in the second step, if all draws from these generators repeat those of the first."""
+    """Return the modules that draw in the second step, if all draws from these generators repeat those of the first.
+
+    So do dropouts from the others, which are in their first state again, as after fork_rng(); fixed noise may.
+    """
     states, later = (
-        {(d.module, d.call, d.operator, d.shape): d.state for d in draws if d.generator in generators and not d.again}
+        {
+            (d.module, d.call, d.operator, d.shape): d.state
+            for d in draws
+            if not d.again and (d.generator in generators or _drops(d))
+        }
         for draws in (first, second)
     )
     repeated = all(states.get(key) == state for key, state in later.items())
     return tuple(dict.fromkeys(module for module, *_ in later)) if repeated else ()
+
+
+def _returning(draws: Sequence[Draw], generators: Collection[str], begun: States, ended: States) -> tuple[str, ...]:
+    """Return the modules that draw in a step that ends in the random state in which it began, as do all after it."""
+    first = {draw.generator: draw.state for draw in reversed(draws)}
+    moved = changed_generators(begun, ended)
+    back = [kind for kind in generators if kind not in moved and first.get(kind) == describe_state(begun[kind])]
+    return tuple(dict.fromkeys(draw.module for draw in draws if draw.generator in back and not draw.again))
 
 
 def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -128,5 +143,8 @@ def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> t
         reshard(model)
     if not changed_generators(before, read_states(rank.device)):
         return (), ""
-    draws = (draw for draw in watch.draws if any(part in draw.operator for part in DROPPING))
-    return tuple(dict.fromkeys(draw.module for draw in draws)), ""
+    return tuple(dict.fromkeys(draw.module for draw in watch.draws if _drops(draw))), ""
+
+
+def _drops(draw: Draw) -> bool:
+    return any(part in draw.operator for part in DROPPING)
