@@ -71,6 +71,8 @@ class RankResumed:
     """The learning rate of each parameter group, for each step that follows."""
     evaluating: tuple[str, ...] = ()
     """The outermost modules that act by their mode and run in ``eval()`` in these steps."""
+    kept: tuple[str, ...] = ()
+    """The modules of frozen parts that are in ``eval()`` after these steps, and that act by their mode."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
     rounded: Mapping[str, str] = field(default_factory=dict)

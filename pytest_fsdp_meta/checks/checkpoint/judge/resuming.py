@@ -312,6 +312,9 @@ def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Seque
     in_eval = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
     for name, ranks in ranks_by(in_eval).items():
         yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_LEFT_IN_EVAL)
+    woken = ((rank, name) for rank, (old, new) in pairs for name in old.kept if name not in new.kept)
+    for name, ranks in ranks_by(woken).items():
+        yield Finding(name, ranks, "in train() after resuming", "in eval(), as uninterrupted", **_WOKEN)
     thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
     froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
     for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
@@ -333,6 +336,10 @@ def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str,
 _LEFT_IN_EVAL: Explanation = {
     "cause": "resume() leaves the model in eval(), and train_step does not call train()",
     "remedy": "call model.train() at the beginning of each step, or at the end of resume()",
+}
+_WOKEN: Explanation = {
+    "cause": "resume() calls train() of the whole model, also of parts that the loader has put into eval()",
+    "remedy": "put it back into eval() at the end of resume(), or let the model's own train() leave it out",
 }
 _THAWED, _FROZEN = (
     ("trainable after loading", "frozen, as before saving"),

@@ -35,7 +35,7 @@ from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch
+from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
@@ -173,7 +173,8 @@ def train_on(steps: Sequence[int]) -> Mapping[str, Any]:
     modes = ModeWatch(subject.model)
     with modes.watching():
         run = _train(rank, subject, steps, until_loss=True)
-    return {"losses": tuple(run.losses), "rates": tuple(run.rates), "evaluating": modes.ran_in_eval()}
+    seen = {"evaluating": modes.ran_in_eval(), "kept": kept_by_mode(subject.model)}
+    return {"losses": tuple(run.losses), "rates": tuple(run.rates), **seen}
 
 
 # Saving and loading.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 
-from pytest_fsdp_meta.ranks.modes import batch_norms
+from pytest_fsdp_meta.ranks.modes import batch_norms, kept_in_evaluation
 from pytest_fsdp_meta.ranks.module_watch import codes_of, innermost_modules
 
 DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -103,6 +103,12 @@ class ModeWatch:
         kept = norms | _kept_by_own_train(self._model)
         parts = dict.fromkeys(_outermost(name, ran) for name in names if id(modules[name]) not in kept)
         return tuple(part for part in parts if part not in modules or any(map(_acts_by_mode, modules[part].modules())))
+
+
+def kept_by_mode(model: Module) -> tuple[str, ...]:
+    """Return the modules that ``RankResumed.kept`` describes."""
+    modules, norms = innermost_modules(model), set(batch_norms(model).values())
+    return tuple(name for name in kept_in_evaluation(model) if modules[name] in norms or _acts_by_mode(modules[name]))
 
 
 def _learns(module: Module, recurse: bool) -> bool:
