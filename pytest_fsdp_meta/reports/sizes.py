@@ -44,15 +44,16 @@ def why_no_step(size: SimulatedSize) -> str:
 def describe_fit(ordered: Sequence[SimulatedSize], device_memory: int) -> str:
     """Return at which sizes a step fits into so many bytes; empty if no step was simulated."""
     steps = [(size.size, size.step) for size in ordered if size.step is not None]
-    fitting = [size for size, step in steps if step.peak <= device_memory]
-    others = [size for size, step in steps if step.peak > device_memory]
+    fitting = [size for size, step in steps if step.most <= device_memory]
+    others = [size for size, step in steps if step.most > device_memory]
     memory = as_bytes(device_memory)
     if not steps:
         return ""
     if not fitting:
         return f"a step does not fit into {memory} on {_listed(others, 'or')} ranks"
     except_on = f", not on {_listed(others, 'or')}" if others else ""
-    return f"a step fits into {memory} on {_listed(fitting, 'and')} ranks{except_on}"
+    apart = ", but what the optimizer needs while it steps is unknown" if any(s.unstepped for _, s in steps) else ""
+    return f"a step fits into {memory} on {_listed(fitting, 'and')} ranks{except_on}{apart}"
 
 
 def _describe_size(size: SimulatedSize) -> str:
@@ -79,9 +80,15 @@ def _describe_parameters(size: SimulatedSize) -> str:
 
 def _describe_step(step: SimulatedStep) -> str:
     sent = ", ".join(f"{as_bytes(nbytes)} over {where}" for where, nbytes in step.sent_by_dims.items()) or "nothing"
+    phases = "forward and backward", "the optimizer's step"
+    (most, where), (other, elsewhere) = sorted(zip((step.peak, step.stepping), phases, strict=True), reverse=True)
+    second = f"{as_bytes(other)} in {elsewhere}"
+    if step.unstepped:
+        most, where, second = step.peak, phases[0], f"more in {phases[1]} is possible: {step.unstepped}"
     return (
         f"{as_bytes(step.gradients)} of gradients, {as_bytes(step.optimizer)} of optimizer state; a step gathers up to "
-        f"{as_bytes(step.gathered)} at a time, peaks at {as_bytes(step.peak)} and sends {sent}"
+        f"{as_bytes(step.gathered)} at a time, peaks at {as_bytes(most)} in {where} ({second}) and "
+        f"sends {sent}"
     )
 
 
@@ -143,7 +150,7 @@ def _parts(size: SimulatedSize) -> Iterator[tuple[str, int]]:
     if step := size.step:
         yield "gradients", step.gradients
         yield "optimizer", step.optimizer
-        yield "rest", max(0, step.peak - size.largest - step.gradients - step.optimizer)
+        yield "rest", max(0, step.most - size.largest - step.gradients - step.optimizer)
 
 
 def _bars(size: SimulatedSize, scale: float) -> Iterator[Bar]:

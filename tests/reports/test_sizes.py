@@ -21,26 +21,35 @@ GIB = 2**30
 SENT = (Traffic("all_gather", ("dp_shard",), 8, 2, GIB), Traffic("all_reduce", (), 4, 1, GIB // 2))
 
 
-def size(ranks: int, parameters: int, peak: int = 0, problem: str = "") -> SimulatedSize:
-    step = SimulatedStep(GIB, 2 * GIB, GIB, peak, SENT) if peak else SimulatedStep(problem=problem)
+def size(ranks: int, parameters: int, peak: int = 0, stepping: int = 0, problem: str = "") -> SimulatedSize:
+    step = SimulatedStep(GIB, 2 * GIB, GIB, peak, SENT, stepping=stepping) if peak else SimulatedStep(problem=problem)
     return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
 
 
 FAILED = SimulatedSize((("dp_shard", 2),), (), problem="rank 0 raised KeyError: 2")
-LARGE, SMALL = size(64, GIB, 10 * GIB), size(8, 4 * GIB, 16 * GIB)
+LARGE, SMALL = size(64, GIB, 10 * GIB, 8 * GIB), size(8, 4 * GIB, 11 * GIB, 16 * GIB)
 
 
 def test_lines_name_what_each_size_needs_and_where_it_fits():
     assert [*describe_sizes((LARGE, SMALL, FAILED), 12 * GIB)] == [
         "    2 ranks: not simulated (rank 0 raised KeyError: 2)",
         "    8 ranks: 4 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
-        "to 1 GiB at a time, peaks at 16 GiB and sends 1 GiB over dp_shard, 512 MiB over 4 ranks",
+        "to 1 GiB at a time, peaks at 16 GiB in the optimizer's step (11 GiB in forward and backward) and sends 1 GiB "
+        "over dp_shard, 512 MiB over 4 ranks",
         "   64 ranks: 1 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
-        "to 1 GiB at a time, peaks at 10 GiB and sends 1 GiB over dp_shard, 512 MiB over 4 ranks",
+        "to 1 GiB at a time, peaks at 10 GiB in forward and backward (8 GiB in the optimizer's step) and sends 1 GiB "
+        "over dp_shard, 512 MiB over 4 ranks",
         "   a step fits into 12 GiB on 64 ranks, not on 8",
     ]
     [line] = describe_sizes((size(8, GIB, problem="no CUDA"),), 12 * GIB)
     assert line == "   8 ranks: 1 GiB of parameters on a rank; no step was simulated (no CUDA)"
+
+
+def test_an_optimizer_that_cannot_be_simulated_is_named():
+    unknown = replace(LARGE, ranks=(replace(LARGE.ranks[0], step=replace(LARGE.step, unstepped="TypeError: no")),))
+    line, fit = describe_sizes((unknown,), 12 * GIB)
+    assert "peaks at 10 GiB in forward and backward (more in the optimizer's step is possible: TypeError: no)" in line
+    assert fit.endswith("on 64 ranks, but what the optimizer needs while it steps is unknown")
 
 
 def test_what_all_ranks_hold_is_said_where_it_is_known():

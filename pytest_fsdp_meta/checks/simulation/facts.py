@@ -57,8 +57,8 @@ class Traffic:
 class SimulatedStep:
     """Bytes of one training step on one rank.
 
-    ``peak`` is the most that all tensors take at a time, ``gathered`` the most that one all_gather fills.
-    ``problem`` says why nothing was counted.
+    ``peak`` is the most that all tensors take at a time in forward and backward, ``stepping`` the most while the
+    optimizer steps, ``gathered`` the most that one all_gather fills. ``problem`` says why nothing was counted.
     """
 
     gradients: int = 0
@@ -69,6 +69,14 @@ class SimulatedStep:
     problem: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     """The rows of each tensor of the batch."""
+    stepping: int = 0
+    unstepped: str = ""
+    """Why what the optimizer needs while it steps is unknown, or empty."""
+
+    @property
+    def most(self) -> int:
+        """The most that all tensors take at any time."""
+        return max(self.peak, self.stepping)
 
     @property
     def sent(self) -> int:
@@ -123,6 +131,6 @@ class SimulatedSize:
 
     @property
     def step(self) -> SimulatedStep | None:
-        """The step with the highest peak, if any was simulated."""
+        """The step that needs most, if any was simulated."""
         steps = [rank.step for rank in self.ranks if rank.step is not None and not rank.step.problem]
-        return max(steps, key=lambda step: step.peak, default=None)
+        return max(steps, key=lambda step: step.most, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer
 from pytest_fsdp_meta.ranks.torch_private import (
@@ -85,10 +86,21 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
     with watching(meter, recorder), noting_resizes(meter), recorder.running.watching():
         loss_of(subject, batch).backward()
-    state = _state_bytes(built or make_optimizer(subject))
+    optimizer = built or make_optimizer(subject)
+    state = _state_bytes(optimizer)
+    gradients = sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    held = sum(local_part(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
+    temporary, unstepped = 0, ""
+    if optimizer is not None:
+        try:
+            temporary = max(map(_temporary_bytes, parts_of_optimizer(optimizer)))
+        except Exception as error:  # of any type: an optimizer may need DTensors, or values
+            unstepped = f"{type(error).__name__}: {first_line(error)}"
     return SimulatedStep(
-        gradients=sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None),
+        gradients=gradients,
         optimizer=state,
+        stepping=held + gradients + state + temporary,
+        unstepped=unstepped,
         gathered=recorder.gathered,
         peak=_peak(meter) + state,  # from the second step on
         traffic=tuple(recorder.traffic()),
@@ -119,6 +131,41 @@ def _state_bytes(optimizer: Optimizer | None) -> int:
         len(parameters) * sum(local_part(value).nbytes for value in _tensors(optimizer.state[parameters[0]]))
         for parameters in alike.values()
     )
+
+
+def _temporary_bytes(optimizer: Optimizer) -> int:
+    """Return the most bytes that a step of the optimizer takes besides parameters, gradients and state.
+
+    It steps plain tensors of the sizes of the shards: for DTensors, torch computes shapes on other tensors, which would
+    count. As on a GPU, ``foreach`` is the default: it has temporaries of all parameters at a time.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer.param_groups = [{**group, "params": [*map(_local_parameter, _with_gradient(group))]} for group in groups]
+    for group in optimizer.param_groups:
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+    try:
+        optimizer.state = defaultdict(dict)
+        optimizer.step()  # which creates the state
+        meter = _FakeMeter()
+        tensors = [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
+        meter.after(None, (), [*tensors, *(t for own in optimizer.state.values() for t in _tensors(own))])
+        before = _peak(meter)
+        with watching(meter):
+            optimizer.step()
+        return _peak(meter) - before
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+
+
+def _with_gradient(group: Mapping[str, Any]) -> Iterator[Parameter]:
+    return (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def _local_parameter(parameter: Parameter) -> Parameter:
+    local = Parameter(local_part(parameter).detach(), parameter.requires_grad)
+    local.grad = local_part(parameter.grad)
+    return local
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
