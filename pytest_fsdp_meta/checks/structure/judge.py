@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain
 from math import prod
 from operator import gt, ne
 
@@ -50,8 +49,9 @@ def _on_several_stages(view: View, name: str, facts: list[tuple[int, TensorFacts
     """Yield a finding for a parameter of several stages, which the model would use twice, unless it is tied."""
     subject, inventory = view.evidence.subject, view.evidence.inventory
     stages = holding_stages(name, subject.stages, inventory)
-    tied = {other for group in chain(subject.tied, *(rank.ties() for rank in inventory)) for other in group}
-    if len(stages) < 2 or facts[0][1].kind != "parameter" or name in tied or name in subject.on_some_ranks:
+    if len(stages) < 2 or facts[0][1].kind != "parameter" or name in subject.on_some_ranks:
+        return
+    if any(name in group for group in subject.tied) or any(name in rank.tied_with for rank in inventory):
         return
     yield Finding(
         name,
