@@ -6,6 +6,8 @@ A new check needs an entry in ``BROKEN``; the other tests cover it without one.
 from __future__ import annotations
 
 import re
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -412,3 +414,19 @@ def test_the_texts_of_a_check_are_written_alike(id):
 def is_phrase(text: str) -> bool:
     """Whether a text is one line without spaces around it, without a full stop and without doubled spaces."""
     return bool(text) and text == " ".join(text.split()) and not re.search(r"[^.]\.$", text)
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_four_times_the_tensors_take_about_four_times_the_calls(id):
+    """Two checks that looked at all tensors for each of them took minutes for models of 5,000."""
+
+    def count_calls(tensors: int) -> int:
+        evidence, events = healthy(parameters={f"layers.{n}.weight": (8, 4) for n in range(tensors)}), Counter[str]()
+        sys.setprofile(lambda frame, event, argument: events.update([event]))
+        try:
+            verdict(id, evidence)
+        finally:
+            sys.setprofile(None)
+        return events["call"] + events["c_call"]
+
+    assert count_calls(100) < 6 * count_calls(25)

@@ -8,7 +8,6 @@ import pytest
 
 from pytest_fsdp_meta.evidence import MeshFacts, RankInventory
 from tests.checks.evidence_factory import (
-    CATALOGUE,
     COUNTER,
     EMBEDDING,
     FROZEN,
@@ -480,21 +479,3 @@ def test_an_attribute_that_the_reference_lacks():
     assert (found.status, [f.tensor for f in found.findings], found.reason) == ("failed", [MIDDLE], reason)
     found = verdict(ATTRIBUTES, change(evidence, MIDDLE, attributes={"_fsdp_no_shard": "True"}))
     assert (found.status, found.reason) == ("skipped", reason)
-
-
-def test_ties_are_looked_up_as_often_for_few_tensors_as_for_many(monkeypatch):
-    """Once for each tensor, models of 5,000 tensors took 46 s to judge instead of one."""
-    calls, ties = [], RankInventory.ties
-    monkeypatch.setattr(RankInventory, "ties", lambda inventory: calls.append(inventory) or ties(inventory))
-
-    def count_for(tensors):
-        calls.clear()
-        evidence = healthy(parameters={f"layers.{n}.weight": (8, 4) for n in range(tensors)})
-        assert {verdict(id, evidence).status for id in ("same_manifest_on_every_rank", "params_equal_reference")} == {
-            "passed"
-        }
-        for id in CATALOGUE.ids():
-            verdict(id, evidence)
-        return len(calls)
-
-    assert count_for(10) == count_for(50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from pytest_fsdp_meta.checks.memory.facts import COPIES, GatheredGroup, RankMemory, StepMemory
@@ -233,39 +234,32 @@ class _Stack:
 
 
 def _gathered_as_one(view: View, ranks: Sequence[StepMemory]) -> Iterator[Finding]:
-    found = [
-        (rank, text)
-        for rank, memory in enumerate(ranks)
-        for group in memory.groups
-        if group.ranks > 1
-        for text in _describe_stacks(view, rank, group, memory.groups)
-    ]
+    found = ((rank, text) for rank, memory in enumerate(ranks) for text in _describe_stacks(view, rank, memory.groups))
     for actual, where in ranks_by(found).items():
         yield Finding(None, where, actual, "gathered one block, or a few, at a time")
 
 
-def _describe_stacks(view: View, rank: int, group: GatheredGroup, groups: Sequence[GatheredGroup]) -> Iterator[str]:
+def _describe_stacks(view: View, rank: int, groups: Sequence[GatheredGroup]) -> Iterator[str]:
     """Describe the stacks whose blocks a group gathers all at once, if they are most of the parameters."""
-    tensors = view.evidence.inventory[rank].by_name
+    tensors, stacks = view.evidence.inventory[rank].by_name, list(_stacks(view, rank))
 
     def count_bytes(names: Iterable[str]) -> int:
         held = {tensors[name].storage or name: tensors[name] for name in names if name in tensors}.values()
         return sum(prod(tensor.shape) * tensor.width for tensor in held)
 
-    shared = count_bytes(name for other in groups if other.ranks > 1 for name in other.parameters)
-    sizes: dict[_Stack, int] = {}
-    for stack in _stacks(view, rank):
-        own = [names.intersection(group.parameters) for names in stack.blocks.values()]
-        if all(own):
-            sizes[stack] = count_bytes(name for names in own for name in names)
+    sharing = [frozenset(group.parameters) for group in groups if group.ranks > 1]
+    shared = count_bytes(name for own in sharing for name in own)
     whole = count_bytes(name for name, tensor in tensors.items() if tensor.kind == "parameter")
-    # An encoder and a decoder are about half each; adapters are little.
-    if sum(sizes.values()) > MOST_OF_THE_MODEL * whole:
-        for stack, size in sizes.items():
-            yield (
-                f"one FSDP group gathers all {len(stack.blocks)} blocks of {stack.name} at once: {size} of the "
-                f"{shared} bytes that the ranks share"
-            )
+    for own in sharing:
+        gathered = [stack for stack in stacks if not any(map(own.isdisjoint, stack.blocks.values()))]
+        sizes = {stack: count_bytes(own.intersection(chain(*stack.blocks.values()))) for stack in gathered}
+        # An encoder and a decoder are about half each; adapters are little.
+        if sum(sizes.values()) > MOST_OF_THE_MODEL * whole:
+            for stack, size in sizes.items():
+                yield (
+                    f"one FSDP group gathers all {len(stack.blocks)} blocks of {stack.name} at once: {size} of the "
+                    f"{shared} bytes that the ranks share"
+                )
 
 
 def _stacks(view: View, rank: int) -> Iterator[_Stack]:
