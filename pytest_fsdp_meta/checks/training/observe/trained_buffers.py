@@ -5,7 +5,7 @@ Non-persistent buffers are scratch memory of each rank, such as caches: a checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,13 +82,13 @@ class BufferWatch:
         if not self._running:
             self._keep()
 
-    def steers(self, loss: Callable[[], Tensor]) -> bool:
-        """Return whether ``loss()`` depends on what the steps changed; no persistent buffer is other afterwards.
+    def steers(self, names: Collection[str], loss: Callable[[], Tensor]) -> bool:
+        """Return whether ``loss()`` depends on these buffers; no persistent buffer is other afterwards.
 
         Called on all ranks, because a forward is. A loss that cannot be computed counts as one that depends.
         """
         last, found = {name: tensor.clone() for name, tensor in self._values()}, []
-        first = {name: tensor for name, tensor in self._first.items() if name in self.by_step and name in last}
+        first = {name: tensor for name, tensor in self._first.items() if name in names and name in last}
         # NaN shows also where a choice of experts hides a small change.
         unknown = {name: torch.full_like(t, torch.nan) for name, t in first.items() if t.is_floating_point()}
         try:

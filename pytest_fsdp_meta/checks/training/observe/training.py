@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -97,7 +99,7 @@ def observe_training(
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
-    steered = on_any_rank(bool(seen.buffers.by_step)) and seen.steers_forward(data_parallel)
+    steered = seen.steers_forward(data_parallel)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
     (averages, alone), moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
@@ -230,7 +232,14 @@ class _RankSteps(StepObserver):
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
 
     def steers_forward(self, data_parallel: tuple[int, int]) -> bool:
-        """Return whether what the author's steps change by themselves changes what the model computes."""
+        """Return whether what the author's steps change by themselves, on any rank, changes what the model computes."""
+        if self._subject.train_step is None:
+            return False
+        changed: list[Any] = [()] * self._rank.world_size
+        dist.all_gather_object(changed, tuple(self.buffers.by_step))
+        names = frozenset(chain(*changed))  # the same on all ranks, so that a forward fails on all or on none
+        if not names:
+            return False
         rows = rows_of_step(self._subject, 0, data_parallel, self._rank.device)
 
         def loss() -> Tensor:
@@ -238,7 +247,7 @@ class _RankSteps(StepObserver):
             return loss_of(self._subject, rows)
 
         with comparable_modes(self._model):
-            steers = on_any_rank(self.buffers.steers(loss))
+            steers = on_any_rank(self.buffers.steers(names, loss))
         reshard(self._model)
         return steers
 
