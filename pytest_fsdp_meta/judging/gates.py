@@ -138,7 +138,8 @@ def unless_explained(
 
 def changes_at_once(view: View) -> bool:
     """Return whether train_step itself changes, before the first forward, what that computes with."""
-    return any(run.buffers.at_once and run.buffers.steering for run in view.evidence.training or ())
+    steering = any(run.buffers.at_once and run.buffers.steering for run in view.evidence.training or ())
+    return steering and bool(changed_by_step(view))
 
 
 def require_same_first_forward(view: View, message: str) -> None:
@@ -252,8 +253,13 @@ def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
 
 def describe_later_steps(view: View) -> str:
     """Return why steps after the first may differ from the reference's, which does less than train_step; else ""."""
+    return describe_steering(view) or describe_loaded_state(view)
+
+
+def describe_steering(view: View) -> str:
+    """Return what train_step itself changes, if the loss depends on it; else ""."""
     steering = any(run.buffers.steering for run in view.evidence.training or ())
-    return describe_own_changes(view) if steering else describe_loaded_state(view)
+    return describe_own_changes(view) if steering and changed_by_step(view) else ""
 
 
 def describe_own_changes(view: View) -> str:
