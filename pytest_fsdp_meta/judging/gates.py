@@ -116,7 +116,7 @@ def unless_explained(
     compared: Iterable[Comparison],
     tolerance: Mapping[str, float],
 ) -> Sequence[Finding]:
-    """Return what a parity check has ``found``, or raise if something else explains it.
+    """Return what a parity check has ``found``, or what is certain of it; raise if something else explains it.
 
     If it found nothing, raise if that proves too little: there are no gradients, nobody knows whether the differences
     of what it ``compared`` are noise, or the model was compared in ``eval()``. ``what`` says what differs, such as "the
@@ -124,7 +124,7 @@ def unless_explained(
     """
     if found:
         message = describe_difference(what, found)
-        if changes_at_once(view) and (certain := [one for one in found if one.actual.startswith("no gradient")]):
+        if changes_at_once(view) and (certain := missing_gradients(found)):
             return certain
         require_same_first_forward(view, message)
         require_same_forward(view, runs)
@@ -134,6 +134,11 @@ def unless_explained(
         require_noise(view, tolerance, (comparison.relative for comparison in compared))
         require_training_mode(view)
     return found
+
+
+def missing_gradients(found: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of parameters without a gradient: no other state of the training explains them."""
+    return [finding for finding in found if finding.actual.startswith("no gradient")]
 
 
 def changes_at_once(view: View) -> bool:

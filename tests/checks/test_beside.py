@@ -115,7 +115,7 @@ def test_an_average_may_differ_by_the_noise_of_its_parameter(distance, status):
     [
         ("last_epoch", "0", "the scheduler's state is not saved, or not loaded"),
         ("last_epoch", "6", "resume() steps the scheduler"),
-        ("T_max", "6", "resume() builds the schedule anew with other settings"),
+        ("T_max", "6", "resume() builds a new schedule with other settings"),
     ],
 )
 def test_a_scheduler_that_is_not_as_it_was_saved(entry, loaded, cause):

@@ -250,7 +250,7 @@ _STEPPED: Explanation = {
     "remedy": "load scheduler.state_dict() last, and step the scheduler in training only",
 }
 _OTHER_SETTINGS: Explanation = {
-    "cause": "resume() builds the schedule anew with other settings, or sets them after loading; the step is right",
+    "cause": "resume() builds a new schedule with other settings, or sets them after loading; the step is right",
     "remedy": "load scheduler.state_dict() last, which has the settings, and build it by those of the first run",
 }
 

@@ -125,7 +125,7 @@ def _compare_with(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFact
     if reference.kind != own.kind:
         return replace(bare, reference=reference.kind)
     # Numbers first: a flag or a name is more often without effect.
-    settings = sorted(own.settings.items(), key=lambda item: item[1].startswith(("'", '"', "T", "F", "N")))
+    settings = sorted(own.settings.items(), key=lambda item: not item[1].lstrip("-")[:1].isdigit())
     differing = (
         f"{name} is {value}, in the reference {theirs}"
         for name, value in settings

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     describe_difference,
     describe_later_steps,
+    missing_gradients,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
@@ -81,7 +82,7 @@ def _unexplained(
     """Yield what was ``found`` after the steps, unless something else explains it."""
     unless_explained(view, runs, found, what, (c for one in recorded for c in one.gradients), GRADIENT_TOLERANCE)
     if found and (unlike := describe_later_steps(view)):  # the gradients are those of weights that have trained
-        yield from (finding for finding in found if finding.actual.startswith("no gradient "))
+        yield from missing_gradients(found)
         raise PartlyJudged(f"{describe_difference(what, found)}: {unlike}")
     yield from found
 

@@ -69,13 +69,21 @@ def update_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     found, what = list(_wrong_updates(view, runs)), "the updates differ"
     unless_explained(view, runs, found, what, (c for run in runs for c in run.parameters), UPDATE_TOLERANCE)
-    seconds = [run.second for run in runs if run.second is not None]
-    later = bool(seconds) and first_steps_equal(view, seconds) and not explain_rates(view, runs, range(len(runs)))
-    if found and (unlike := describe_later_steps(view) if later else describe_loaded_state(view)):
-        raise NotJudged(f"{describe_difference(what, found)}: {unlike}")
     if found:
+        if unlike := _describe_unlike_steps(view, runs):
+            raise NotJudged(f"{describe_difference(what, found)}: {unlike}")
         _require_same_last_forward(view, runs)
     yield from found
+
+
+def _describe_unlike_steps(view: View, runs: Sequence[RankTraining]) -> str:
+    """Return why updates may differ from the reference's, which does less than the ranks; else "".
+
+    What train_step itself changes explains later steps only, and no other learning rates.
+    """
+    seconds = [run.second for run in runs if run.second is not None]
+    later = bool(seconds) and first_steps_equal(view, seconds) and not explain_rates(view, runs, range(len(runs)))
+    return describe_later_steps(view) if later else describe_loaded_state(view)
 
 
 def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:

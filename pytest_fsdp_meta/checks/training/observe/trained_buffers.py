@@ -108,7 +108,7 @@ class BufferWatch:
                 tensor.copy_(values[name])
 
     def _before_forward(self, module: Module, _: object) -> None:
-        if not takes_hooks(self._model) and module is not self._model:
+        if module is not self._model:  # where it takes no hooks, those of all modules are called
             return
         self.forwards += not _evaluates(module)
         self.begin()
@@ -116,7 +116,7 @@ class BufferWatch:
             self._keep()
 
     def _after_forward(self, module: Module, *_: object) -> None:
-        if not takes_hooks(self._model) and module is not self._model:
+        if module is not self._model:
             return
         if _evaluates(module):
             self.by_evaluation |= self._changed()

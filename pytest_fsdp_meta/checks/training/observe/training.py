@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -99,7 +100,7 @@ def observe_training(
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
-    steered = seen.steers_forward(data_parallel)
+    steering = seen.steers_forward(data_parallel)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
     (averages, alone), moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
@@ -143,16 +144,7 @@ def observe_training(
         followed=followed,
         drawing=seen.draws.modules,
         dropouts=dropouts,
-        buffers=TrainedBuffers(
-            seen.compared[FIRST_BUFFERS],
-            seen.compared[LAST_BUFFERS],
-            seen.buffers.forwards,
-            broadcast,
-            tuple(seen.buffers.by_step),
-            tuple(seen.buffers.by_evaluation),
-            steered,
-            seen.buffers.at_once,
-        ),
+        buffers=replace(seen.trained_buffers(), broadcast=broadcast, steering=steering),
         memory=again.memory,
     )
 
@@ -230,6 +222,16 @@ class _RankSteps(StepObserver):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
+
+    def trained_buffers(self) -> TrainedBuffers:
+        return TrainedBuffers(
+            first=self.compared[FIRST_BUFFERS],
+            last=self.compared[LAST_BUFFERS],
+            forwards=self.buffers.forwards,
+            by_step=tuple(self.buffers.by_step),
+            by_evaluation=tuple(self.buffers.by_evaluation),
+            at_once=self.buffers.at_once,
+        )
 
     def steers_forward(self, data_parallel: tuple[int, int]) -> bool:
         """Return whether what the author's steps change by themselves, on any rank, changes what the model computes."""

@@ -107,7 +107,8 @@ def _step_with_dropout(
 def _repeated(first: Sequence[Draw], second: Sequence[Draw], generators: Collection[str]) -> tuple[str, ...]:
     """Return the modules that draw in the second step, if all draws from these generators repeat those of the first.
 
-    So do dropouts from the others, which are in their first state again, as after fork_rng(); fixed noise may.
+    Of other generators, which are in their first state again as after fork_rng(), only dropouts count: noise may be
+    fixed.
     """
     states, later = (
         {
@@ -122,10 +123,10 @@ def _repeated(first: Sequence[Draw], second: Sequence[Draw], generators: Collect
 
 
 def _returning(draws: Sequence[Draw], generators: Collection[str], begun: States, ended: States) -> tuple[str, ...]:
-    """Return the modules that draw in a step that ends in the random state in which it began, as do all after it."""
+    """Return the modules that draw from a generator that the step leaves as it was: the next step draws the same."""
     first = {draw.generator: draw.state for draw in reversed(draws)}
-    moved = changed_generators(begun, ended)
-    back = [kind for kind in generators if kind not in moved and first.get(kind) == describe_state(begun[kind])]
+    left = changed_generators(begun, ended)
+    back = [kind for kind in generators if kind not in left and first.get(kind) == describe_state(begun[kind])]
     return tuple(dict.fromkeys(draw.module for draw in draws if draw.generator in back and not draw.again))
 
 
