@@ -128,7 +128,8 @@ def dropout_fractions(model: Module) -> dict[str, float]:
         f"{name}.{attribute}".removeprefix("."): float(value)
         for name, module in innermost_modules(model).items()
         for attribute, value in vars(module).items()
-        if type(value) in (int, float) and (attribute == "p" or ("drop" in attribute and type(value) is float))
+        if type(value) in (int, float) and 0 <= value <= 1
+        if "drop" in (attribute if attribute != "p" else type(module).__name__.lower())
     }
 
 

@@ -41,7 +41,7 @@ from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name, first_line
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
-HARMLESS = "name", "layer_idx", "use_cache", "gradient_checkpointing"
+HARMLESS = "name", "use_cache", "gradient_checkpointing"
 """Attributes that change no result, as transformers names them, and that loaders change."""
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
@@ -310,7 +310,9 @@ def _settings(module: Module, used: Collection[str]) -> dict[str, str]:
     return {
         name: repr(value)
         for name, value in vars(module).items()
-        if type(value) in plain and not name.startswith("_") and name in used and name not in kept
+        if type(value) in plain and not name.startswith("_") and name not in kept
+        # Functions that get the module read flags of it, as transformers' do is_causal.
+        if name in used or type(value) is bool
     }
 
 

@@ -16,8 +16,10 @@ from tests.checks.evidence_factory import (
     declare,
     findings_of,
     healthy,
+    in_slices,
     on_runs,
     remeasured,
+    second_step,
     undeclared,
     verdict,
     with_reference,
@@ -162,3 +164,37 @@ def test_wrong_buffers_explain_later_differences_and_a_wrong_gradient_those_of_b
     assert verdict(ID, evidence).why == "depends on a failed check"
     apart = remeasured(counted(healthy(), 0.5, ranks=[1]), MIDDLE, 2.0)
     assert verdict(REPLICAS, apart).findings == ()
+
+
+OWN = {"by_step": (COUNTER,), "at_once": True, "steering": True}
+SAID = f"train_step itself changes {COUNTER}, and the reference runs forward, backward and the optimizer only"
+
+
+def test_what_a_step_changes_by_itself_is_not_compared():
+    found = verdict(ID, on_buffers(counted(healthy(), 3.0, "first"), **OWN))
+    assert (found.status, found.reason[: len(SAID)]) == ("skipped", SAID)
+
+
+def wrong_gradient(**facts):
+    return remeasured(on_buffers(counted(healthy(), 3.0, "first"), **facts), MIDDLE, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"), [({}, "failed"), (OWN, "skipped"), ({**OWN, "steering": False}, "failed")]
+)
+def test_first_gradients_are_excused_by_what_steers_the_first_forward_only(facts, status):
+    found = verdict("grad_parity", wrong_gradient(**facts))
+    assert found.status == status
+    assert (SAID in found.reason) == (status == "skipped")
+
+
+def test_second_gradients_are_excused_by_what_steers_a_later_forward():
+    second = second_step(on_buffers(counted(healthy(), 3.0), **{**OWN, "at_once": False}), 2.0)
+    assert SAID in verdict("second_grad_parity", second).reason
+
+
+def test_ranks_that_disagree_are_reported_although_their_loss_is_not_compared():
+    evidence = on_buffers(counted(in_slices(healthy(), 0, 0), 3.0, "first"), **OWN)
+    runs = tuple(replace(run, losses=(2.5 + rank, 1.5, 1.25)) for rank, run in enumerate(evidence.training))
+    found = verdict("loss_parity", replace(evidence, training=runs))
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "loss 3.5 at step 0")]

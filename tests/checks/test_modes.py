@@ -10,11 +10,13 @@ from pytest_fsdp_meta.checks.training.facts import StepNotFinite
 from tests.checks.evidence_factory import (
     healthy,
     on_ranks,
+    on_runs,
     on_some,
     redrawn_in_backward,
     skipping_alike,
     undeclared,
     verdict,
+    with_reference,
 )
 
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
@@ -49,6 +51,18 @@ def test_a_dropout_that_does_not_know_the_mode():
     [finding] = verdict(MODES, in_modes(dropping=("layers.0.drop",))).findings
     assert (finding.tensor, finding.actual) == ("layers.0.drop", "drops elements in eval()")
     assert "training=self.training" in finding.remedy
+
+
+def test_a_dropout_of_another_fraction_than_the_references():
+    due = {"layers.0.drop.p": 0.1, "layers.1.drop.p": 0.1, "head.p": 0.5}
+    evidence = with_reference(healthy(), dropouts=due)
+    same = on_runs(evidence, None, dropouts=due)
+    off = on_runs(same, [1], dropouts=dict.fromkeys(due, 0.0))
+    assert [verdict(MODES, one).findings for one in (same, off)] == [(), ()]
+    other = on_runs(same, [1], dropouts={**due, "layers.0.drop.p": 0.2, "layers.1.drop.p": 0.2, "own.p": 0.3})
+    [finding] = verdict(MODES, other).findings
+    assert (finding.tensor, finding.ranks) == ("layers.{0..1}.drop.p", (1,))
+    assert (finding.actual, finding.expected) == ("is 0.2", "0.1, as in the reference")
 
 
 def test_a_forward_that_fails_in_evaluation_is_partly_checked():

@@ -1,4 +1,4 @@
-"""Count the backwards of the author's own step."""
+"""Count the backwards of the author's own step, and find the buffers that it changes by itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 
 
 def backwards_of(train_step: Any) -> int:
@@ -86,3 +87,114 @@ def test_gradients_that_are_given_to_a_backward_are_scaled():
     subject = Subject(model, train_step=step)
     run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside(), gradient_scale=0.5)
     assert model.bias.grad.tolist() == [3.0, 3.0]
+
+
+class Counting(nn.Module):
+    """Two layers; hooks count their forwards, in either mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("own", torch.ones(()))
+        self.first.register_forward_pre_hook(self.count)
+        self.second.register_forward_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.own
+
+
+def learn(model, optimizer, batch):
+    model(batch["input"]).sum().backward()
+    optimizer.step()
+    return 0.0
+
+
+def count_first(model, optimizer, batch):
+    model.own += 1
+    return learn(model, optimizer, batch)
+
+
+def count_last(model, optimizer, batch):
+    learn(model, optimizer, batch)
+    model.own += 1
+    return 0.0
+
+
+def count_between_closures(model, optimizer, batch):
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch["input"]).sum()
+        loss.backward()
+        model.own += 1
+        return loss
+
+    optimizer.step(closure)
+    return 0.0
+
+
+def one_after_another(model, optimizer, batch):
+    model.second(model.first(batch["input"])).sum().backward()
+    optimizer.step()
+    return 0.0
+
+
+def evaluate_afterwards(model, optimizer, batch):
+    learn(model, optimizer, batch)
+    model.eval()
+    with torch.no_grad():
+        model(batch["input"])
+    model.train()
+    return 0.0
+
+
+def within_its_wrapper(step):
+    def within(model, optimizer, batch):
+        return step(model.module, optimizer, batch)
+
+    return within
+
+
+class Wrapper(nn.parallel.DistributedDataParallel):
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("step", "by_step", "at_once", "by_evaluation", "forwards"),
+    [
+        (learn, [], False, [], 1),
+        (count_first, ["own"], True, [], 1),
+        (count_last, ["own"], False, [], 1),
+        (count_between_closures, ["own"], False, [], 1),
+        (one_after_another, [], False, [], 0),
+        (evaluate_afterwards, [], False, ["calls"], 1),
+    ],
+)
+def test_buffers_that_a_step_changes_by_itself(step, by_step, at_once, by_evaluation, forwards, wrapped):
+    model = Wrapper(Counting()) if wrapped else Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    subject, watch = Subject(model, train_step=within_its_wrapper(step) if wrapped else step), BufferWatch(model)
+    with watch.during():
+        run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside(), buffers=watch)
+    assert (list(watch.by_step), watch.at_once, watch.forwards) == (by_step, at_once, forwards)
+    assert list(watch.by_evaluation) == by_evaluation
+
+
+@pytest.mark.parametrize(("name", "steers"), [("own", True), ("calls", False)])
+def test_a_buffer_steers_if_the_loss_depends_on_it(name, steers):
+    model = Counting()
+    watch = BufferWatch(model)
+    with watch.during():
+        model.own += 1
+        model.calls += 1
+    assert watch.steers({name}, lambda: model(torch.ones(2, 2)).sum()) == steers
+    assert (model.own.item(), model.calls.item()) == (2, 1)

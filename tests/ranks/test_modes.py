@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, with_dropout, without_dropout
+from pytest_fsdp_meta.ranks.modes import batch_norms, dropout_fractions, evaluating, with_dropout, without_dropout
 
 CPU = torch.device("cpu")
 X = torch.arange(1.0, 49.0).view(2, 3, 8)
@@ -157,3 +157,10 @@ def test_train_has_no_effect_in_evaluation():
     with evaluating(model):
         assert not model.train().training
     assert model.train()[0].training
+
+
+def test_settings_of_dropouts():
+    pool, model = nn.Module(), nn.Module()
+    pool.p, pool.drop_last, pool.dropout_seed = 3, True, 17
+    model.drop, model.pool, model.attention_dropout = nn.Dropout(0.25), pool, 0.5
+    assert dropout_fractions(model) == {"drop.p": 0.25, "attention_dropout": 0.5}

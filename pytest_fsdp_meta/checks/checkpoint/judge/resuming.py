@@ -220,10 +220,9 @@ def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: 
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
     explanation = _CHANGED_AFTERWARDS if _is_changed(name, loaded) else Explanation()
     if name.startswith("scheduler."):
-        counted = saved.beside.get("scheduler.last_epoch") == loaded.beside.get("scheduler.last_epoch")
-        explanation = _OTHER_SETTINGS if counted else _STEPPED
-        if loaded.beside_before.get(name) == new:
-            explanation = _STARTS_AGAIN
+        built = loaded.beside_before.get(name)
+        # What training left as it was built is a setting.
+        explanation = _STARTS_AGAIN if built == new else _OTHER_SETTINGS if built == old else _STEPPED
     for read in (_number_in, _dtype_in):
         now, once = read(new), read(old)
         if now and once and now != once:
@@ -250,7 +249,7 @@ _STEPPED: Explanation = {
     "remedy": "load scheduler.state_dict() last, and step the scheduler in training only",
 }
 _OTHER_SETTINGS: Explanation = {
-    "cause": "resume() builds a new schedule with other settings, or sets them after loading; the step is right",
+    "cause": "resume() builds a new schedule with other settings, or sets them after loading",
     "remedy": "load scheduler.state_dict() last, which has the settings, and build it by those of the first run",
 }
 

@@ -164,8 +164,8 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         # Integers are equal here, and have no rounding that the noise would have to explain.
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
-        if own:
-            raise (PartlyJudged if names else NotJudged)(describe_own_changes(view))
+    if own:
+        raise (PartlyJudged if names else NotJudged)(describe_own_changes(view))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:

@@ -21,6 +21,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     add_precision,
+    changes_at_once,
     comparable_training,
     describe_later_steps,
     explain_hooks_left_out,
@@ -91,20 +92,23 @@ def loss_parity(view: View) -> Iterable[Finding]:
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
     yield from (replace(finding, origin=origin) for finding in reported)
-    if wrong_steps and wrong_steps[0] > 0 and (unlike := describe_later_steps(view)):
-        raise PartlyJudged(f"the first loss is right, later ones differ ({message}): {unlike}")
-    if wrong_steps:
-        ours, theirs = _distinct_digits(actual[wrong_steps[0]], expected[wrong_steps[0]])
-        yield Finding(
-            None,
-            tuple(range(len(runs))),
-            f"loss {ours} at step {wrong_steps[0]}",
-            f"{theirs} within {limits.at(expected, wrong_steps[0]):.2g}",
-            f"losses {format_losses(actual)}; reference {format_losses(expected)}",
-            origin=origin,
-            step=wrong_steps[0],
-            **_explain_losses(view, wrong_steps[0], runs, limits.at(expected, wrong_steps[0])),
-        )
+    if not wrong_steps:
+        return
+    step = wrong_steps[0]
+    if (step > 0 or changes_at_once(view)) and (unlike := describe_later_steps(view)):
+        raise PartlyJudged(f"the losses differ ({message}): {unlike}")
+    allowed = limits.at(expected, step)
+    ours, theirs = _distinct_digits(actual[step], expected[step])
+    yield Finding(
+        None,
+        tuple(range(len(runs))),
+        f"loss {ours} at step {step}",
+        f"{theirs} within {allowed:.2g}",
+        f"losses {format_losses(actual)}; reference {format_losses(expected)}",
+        origin=origin,
+        step=step,
+        **_explain_losses(view, step, runs, allowed),
+    )
 
 
 def _disagreements(view: View, runs: Sequence[RankTraining], limits: LossLimits) -> list[tuple[int, int, int]]:

@@ -54,7 +54,8 @@ def run_author_step(
     with ExitStack() as hooked, _backwards(gradient_scale, buffers) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
-            hooked.callback(computing_optimizer(part).register_step_post_hook(buffers.end).remove)
+            after = computing_optimizer(part).register_step_post_hook(lambda *_: buffers.end())
+            hooked.callback(after.remove)
         loss = call_author_step(subject, optimizer, rows, beside)
     if inspect.isawaitable(loss) or inspect.isgenerator(loss) or inspect.isasyncgen(loss):
         what = f"it returned a {type(loss).__name__} and has not run"

@@ -6,15 +6,13 @@ Non-persistent buffers are scratch memory of each rank, such as caches: a checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta.checks.values.observe import all_equal, comparable, compare, length, measure, read_part
@@ -22,7 +20,7 @@ from pytest_fsdp_meta.evidence import Comparison, Measure
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.inventory import named_tensors, non_persistent
+from pytest_fsdp_meta.ranks.inventory import named_tensors, non_persistent, unwrapped
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array
 from pytest_fsdp_meta.ranks.torch_private import is_replicated
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -43,6 +41,7 @@ class BufferWatch:
         """Whether the first step changed any of them before its first forward."""
         self.by_evaluation: dict[str, None] = {}
         self._model = model
+        self._whole = unwrapped(model)  # a trainer may call its wrapper or, as model.module, the model itself
         self._begun = False
         self._running = 0
         """How many forwards, backwards and steps of the optimizer are running, one within another."""
@@ -57,19 +56,16 @@ class BufferWatch:
         self._running = 0
         self._keep()
         self._first = self._first or dict(self._kept)
-        hooked = takes_hooks(self._model)
-        before = self._model.register_forward_pre_hook if hooked else register_module_forward_pre_hook
-        after = partial(self._model.register_forward_hook, always_call=True) if hooked else register_module_forward_hook
-        hooks = before(self._before_forward), after(self._after_forward)
-        try:
+        with ExitStack() as hooks:
+            # Of each, because a step may call parts of the model one after another; the module's own hooks are within.
+            for module in filter(takes_hooks, self._model.modules()):
+                hooks.callback(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+                hooks.callback(module.register_forward_hook(self._after_forward, always_call=True).remove)
             yield
             self.begin()
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._kept.clear()
+        self._kept.clear()
 
-    def begin(self, *_: object) -> None:
+    def begin(self) -> None:
         """Look for changes since the last event, if this one is not within another."""
         self._running += 1
         if self._running == 1:
@@ -77,10 +73,10 @@ class BufferWatch:
             self.at_once |= bool(self.by_step) and not self._begun
             self._begun = True
 
-    def end(self, *_: object) -> None:
-        self._running = max(self._running - 1, 0)  # ZeRO-3 steps its parts one after another
-        if not self._running:
+    def end(self) -> None:
+        if self._running == 1:
             self._keep()
+        self._running = max(self._running - 1, 0)  # ZeRO-3 steps its parts one after another, and begins with the last
 
     def steers(self, names: Collection[str], loss: Callable[[], Tensor]) -> bool:
         """Return whether ``loss()`` depends on these buffers; no persistent buffer is other afterwards.
@@ -108,17 +104,17 @@ class BufferWatch:
                 tensor.copy_(values[name])
 
     def _before_forward(self, module: Module, _: object) -> None:
-        if module is not self._model:  # where it takes no hooks, those of all modules are called
+        if torch.compiler.is_compiling():
             return
-        self.forwards += not _evaluates(module)
+        self.forwards += module is self._whole and not _evaluates(module)
         self.begin()
-        if _evaluates(module):
+        if self._running == 1 and _evaluates(module):
             self._keep()
 
     def _after_forward(self, module: Module, *_: object) -> None:
-        if module is not self._model:
+        if torch.compiler.is_compiling():
             return
-        if _evaluates(module):
+        if self._running == 1 and _evaluates(module):
             self.by_evaluation |= self._changed()
         self.end()
 
