@@ -205,6 +205,15 @@ class WorldFacts:
     library: str = ""
     simulated: tuple[int, ...] = ()
     """The only ranks that ran, each alone and without values; empty: all ran."""
+    device_memory: int = 0
+    """Bytes of the device that each simulated rank would have; 0: unknown."""
+    memory_reserve: float = 0.0
+    """The share of it that is not for tensors."""
+
+    @property
+    def usable_memory(self) -> int:
+        """The bytes of a device that tensors may take; 0: unknown."""
+        return round(self.device_memory * (1 - self.memory_reserve))
 
     @property
     def ranks(self) -> Sequence[int]:

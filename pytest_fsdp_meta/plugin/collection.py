@@ -93,7 +93,13 @@ def _cases(spec: ConformanceSpec | WorldMarkerSpec, world: WorldSpec, lacking: s
 def _world(spec: ConformanceSpec | WorldMarkerSpec, mesh: Mapping[str, int], settings: Settings) -> WorldSpec:
     world = WorldSpec(mesh, timeout=spec.timeout or settings.timeout, process_group=spec.process_group)
     if isinstance(spec, ConformanceSpec) and spec.simulate:
-        return replace(world, backend="fake", simulated=_simulated_ranks(mesh, spec.simulate_ranks, settings))
+        return replace(
+            world,
+            backend="fake",
+            simulated=_simulated_ranks(mesh, spec.simulate_ranks, settings),
+            device_memory=settings.device_memory,
+            memory_reserve=settings.memory_reserve,
+        )
     return world
 
 

@@ -32,6 +32,15 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_share(text: str) -> float:
+    if not text.endswith("%"):
+        raise ValueError
+    share = float(text.removesuffix("%")) / 100
+    if not 0 <= share < 1:
+        raise ValueError
+    return share
+
+
 def parse_count(text: str) -> int:
     count = int(text)
     if count < 1:

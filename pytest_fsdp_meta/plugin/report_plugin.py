@@ -93,9 +93,8 @@ class ReportPlugin:
             return
         if self._writer is not None or self._comparer.is_requested:
             command = ("pytest", *map(str, self._config.invocation_params.args))
-            engine, memory = self._settings.engine, self._settings.device_memory
-            others = settings_elsewhere(self._config)
-            self._header = read_header(self._config.rootpath, command, engine, self._catalogue, memory, others)
+            engine, others = self._settings.engine, settings_elsewhere(self._config)
+            self._header = read_header(self._config.rootpath, command, engine, self._catalogue, others)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -247,8 +246,7 @@ class ReportPlugin:
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
-            memory = self._settings.device_memory
-            for line, markup in describe_totals(self.loaders, self._config.get_verbosity(), memory):
+            for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)

@@ -32,6 +32,7 @@ class Settings:
     world_sizes: tuple[int, ...] = (2,)
     simulate: tuple[int, ...] = ()
     device_memory: int = 0
+    memory_reserve: float = 0.06
     device: str = "auto"
     backend: str = "auto"
     timeout: float = 300.0
@@ -90,10 +91,19 @@ OPTIONS = (
     ),
     Option(
         "device-memory",
-        "memory of a device, such as 80GiB: the summary of a simulated loader says at which sizes a step fits",
+        "memory of a device, such as 80GiB: step_fits judges whether a step of a simulated loader fits, and the "
+        "summary says at which sizes it does",
         option_values.parse_bytes,
         "expected a number with MiB, GiB or TiB, such as 80GiB",
         "SIZE",
+    ),
+    Option(
+        "memory-reserve",
+        "share of --fsdp-device-memory that is not for tensors: the device's context, buffers of NCCL, fragmentation "
+        "(default: 6%%)",
+        option_values.parse_share,
+        "expected a percentage below 100, such as 6%",
+        "PERCENT",
     ),
     Option(
         "device",

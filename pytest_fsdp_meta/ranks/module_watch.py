@@ -5,14 +5,11 @@ from __future__ import annotations
 import dis
 import inspect
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -39,6 +36,7 @@ from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.torch_private import is_in_backward, is_written_view, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.worlds.rank.tracebacks import shorten_path
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
 HARMLESS = "name", "use_cache", "gradient_checkpointing"
@@ -352,12 +350,3 @@ def _splits_output(module: Module) -> bool:
     placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
     # A fused weight has another kind of placement: its slices lie elsewhere.
     return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)
-
-
-def shorten_path(file: str) -> str:
-    """Return a path relative to the current folder, or to the folder that it was imported from."""
-    path = Path(file)
-    for folder in sorted({os.getcwd(), *filter(None, sys.path)}, key=len, reverse=True):
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
-    return file

@@ -85,7 +85,6 @@ def read_header(
     command: Sequence[str],
     engine: str,
     catalogue: Catalogue,
-    device_memory: int,
     settings: Mapping[str, str],
 ) -> Header:
     """Return the header of a run that starts now."""
@@ -101,7 +100,6 @@ def read_header(
             CatalogueRecord(check.id, check.family, check.promise, check.since, not check.built_in)
             for check in catalogue
         ),
-        device_memory=device_memory,
         settings=settings,
     )
 

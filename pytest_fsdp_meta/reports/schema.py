@@ -360,8 +360,6 @@ class Header:
     commit: str = ""
     """The commit of the user's repository, with "+" if tracked files have changes; empty outside a repository."""
     catalogue: tuple[CatalogueRecord, ...] = ()
-    device_memory: int = 0
-    """Bytes into which a step of simulated worlds should fit; 0 if none were given."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variable or ini option -> its value, for options that ``command`` does not have."""
 

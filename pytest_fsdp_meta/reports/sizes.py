@@ -5,29 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_fsdp_meta.checks.simulation.facts import ModuleTraffic, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.checks.simulation.facts import (
+    PARTS,
+    STEPPING,
+    ModuleTraffic,
+    PhasePeak,
+    SimulatedSize,
+    SimulatedStep,
+    Traffic,
+)
+from pytest_fsdp_meta.checks.simulation.judge import describe_memory
+from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.text import as_bytes
 
 BAR_WIDTH, BAR_HEIGHT = 320, 14
 """Sizes (px) of the bar of a world."""
 MOST_MODULES = 8
 """Rows of the table of modules."""
-PARTS = {
-    "held": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "rest": "activations, gathered parameters and all else at the peak",
-}
-"""The parts of a bar, from left to right."""
 
 
-def describe_sizes(sizes: Sequence[SimulatedSize], device_memory: int) -> Iterator[str]:
-    """Yield a line for each size, smallest world first, and at which ones a step fits into ``device_memory`` bytes."""
+def describe_sizes(sizes: Sequence[SimulatedSize], world: WorldFacts) -> Iterator[str]:
+    """Yield lines for each size, smallest world first, what was assumed, and at which sizes a step fits.
+
+    ``world`` is the simulated one, with the memory of its devices.
+    """
     ordered = smallest_first(sizes)
     width = len(str(ordered[-1].size)) if ordered else 0
     for size in ordered:
         yield f"   {size.size:>{width}} ranks: {_describe_size(size)}"
-    if device_memory and (fit := describe_fit(ordered, device_memory)):
+        if size.step is not None:
+            yield f"   {'':{width}} {_describe_peaks(size.step)}"
+    if assumed := _describe_assumptions(ordered):
+        yield f"   assumed: {assumed}"
+    if fit := describe_fit(ordered, world):
         yield f"   {fit}"
 
 
@@ -41,14 +51,14 @@ def why_no_step(size: SimulatedSize) -> str:
     return size.problem or next(filter(None, problems), "")
 
 
-def describe_fit(ordered: Sequence[SimulatedSize], device_memory: int) -> str:
-    """Return at which sizes a step fits into so many bytes; empty if no step was simulated."""
+def describe_fit(ordered: Sequence[SimulatedSize], world: WorldFacts) -> str:
+    """Return at which sizes a step fits into the memory of a device; empty if that or the step is not known."""
     steps = [(size.size, size.step) for size in ordered if size.step is not None]
-    fitting = [size for size, step in steps if step.most <= device_memory]
-    others = [size for size, step in steps if step.most > device_memory]
-    memory = as_bytes(device_memory)
-    if not steps:
+    fitting = [size for size, step in steps if step.most <= world.usable_memory]
+    others = [size for size, step in steps if step.most > world.usable_memory]
+    if not steps or not world.device_memory:
         return ""
+    memory = describe_memory(world)
     if not fitting:
         return f"a step does not fit into {memory} on {_listed(others, 'or')} ranks"
     except_on = f", not on {_listed(others, 'or')}" if others else ""
@@ -80,16 +90,31 @@ def _describe_parameters(size: SimulatedSize) -> str:
 
 def _describe_step(step: SimulatedStep) -> str:
     sent = ", ".join(f"{as_bytes(nbytes)} over {where}" for where, nbytes in step.sent_by_dims.items()) or "nothing"
-    phases = "forward and backward", "the optimizer's step"
-    (most, where), (other, elsewhere) = sorted(zip((step.peak, step.stepping), phases, strict=True), reverse=True)
-    second = f"{as_bytes(other)} in {elsewhere}"
-    if step.unstepped:
-        most, where, second = step.peak, phases[0], f"more in {phases[1]} is possible: {step.unstepped}"
     return (
         f"{as_bytes(step.gradients)} of gradients, {as_bytes(step.optimizer)} of optimizer state; a step gathers up to "
-        f"{as_bytes(step.gathered)} at a time, peaks at {as_bytes(most)} in {where} ({second}) and "
-        f"sends {sent}"
+        f"{as_bytes(step.gathered)} at a time and sends {sent}"
     )
+
+
+def _describe_peaks(step: SimulatedStep) -> str:
+    """Return such as "peaks at 33 GiB in backward (20 GiB of activations, ...), 31 GiB in forward"."""
+    highest, *others = sorted(step.peaks, key=lambda peak: peak.nbytes, reverse=True)
+    at = f" at {highest.module}" if highest.module else ""
+    lower = "".join(f", {as_bytes(peak.nbytes)} in {peak.phase}" for peak in others)
+    unknown = f", more in {STEPPING} is possible: {step.unstepped}" if step.unstepped else ""
+    return f"peaks at {as_bytes(highest.nbytes)} in {highest.phase}{at} ({highest.composition}){lower}{unknown}"
+
+
+def _describe_assumptions(ordered: Sequence[SimulatedSize]) -> str:
+    """Return what the step of the largest world was run with; empty if none has a step."""
+    steps = [size.step for size in ordered if size.step is not None]
+    if not steps:
+        return ""
+    assumed = steps[-1].assumed
+    rows = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in assumed.batch.items())
+    computed = "modules are computed again in backward" if assumed.recomputes else "no activation checkpointing"
+    on = f"; parameters on {' and '.join(assumed.meshes)}" if assumed.meshes else ""
+    return f"{rows} on each rank; {assumed.optimizer or 'no optimizer'}; {computed}{on}"
 
 
 def _listed(sizes: Sequence[int], joint: str) -> str:
@@ -108,13 +133,21 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class PhaseRow:
+    """The bars of one phase of a step."""
+
+    peak: PhasePeak
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
 class SizeRow:
     """A world of one size; ``why`` says why it has no step."""
 
     size: SimulatedSize
     step: SimulatedStep | None
     why: str
-    bars: tuple[Bar, ...]
+    peaks: tuple[PhaseRow, ...]
 
 
 @dataclass(frozen=True)
@@ -124,37 +157,35 @@ class Sizes:
     rows: tuple[SizeRow, ...]
     limit: float | None
     fit: str
+    assumed: str
     sent: tuple[tuple[Traffic, ModuleTraffic], ...]
     """What is sent for modules in a step of the largest world, most first."""
 
 
-def size_view(sizes: Sequence[SimulatedSize], device_memory: int) -> Sizes | None:
+def size_view(sizes: Sequence[SimulatedSize], world: WorldFacts) -> Sizes | None:
     """Return the table of a loader; None if it was not simulated."""
     if not sizes:
         return None
     ordered = smallest_first(sizes)
-    needed = [sum(nbytes for _, nbytes in _parts(size)) for size in ordered]
-    scale = BAR_WIDTH / max(1, device_memory, *needed)
-    rows = tuple(SizeRow(size, size.step, why_no_step(size), tuple(_bars(size, scale))) for size in ordered)
-    fit = describe_fit(ordered, device_memory) if device_memory else ""
+    needed = [size.step.most for size in ordered if size.step is not None]
+    scale = BAR_WIDTH / max(1, world.usable_memory, *needed)
+    rows = tuple(_size_row(size, scale) for size in ordered)
     largest = ordered[-1].step
     sent = [(traffic, part) for traffic in (largest.traffic if largest else ()) for part in traffic.modules]
     sent.sort(key=lambda pair: pair[1].nbytes, reverse=True)
-    return Sizes(rows, device_memory * scale if device_memory else None, fit, tuple(sent[:MOST_MODULES]))
+    limit = world.usable_memory * scale if world.device_memory else None
+    assumed = _describe_assumptions(ordered)
+    return Sizes(rows, limit, describe_fit(ordered, world), assumed, tuple(sent[:MOST_MODULES]))
 
 
-def _parts(size: SimulatedSize) -> Iterator[tuple[str, int]]:
-    if size.problem:
-        return
-    yield "held", size.largest
-    if step := size.step:
-        yield "gradients", step.gradients
-        yield "optimizer", step.optimizer
-        yield "rest", max(0, step.most - size.largest - step.gradients - step.optimizer)
+def _size_row(size: SimulatedSize, scale: float) -> SizeRow:
+    peaks = tuple(PhaseRow(peak, tuple(_bars(peak, scale))) for peak in (size.step.peaks if size.step else ()))
+    return SizeRow(size, size.step, why_no_step(size), peaks)
 
 
-def _bars(size: SimulatedSize, scale: float) -> Iterator[Bar]:
+def _bars(peak: PhasePeak, scale: float) -> Iterator[Bar]:
     left = 0.0
-    for part, nbytes in _parts(size):
-        yield Bar(part, left, nbytes * scale)
-        left += nbytes * scale
+    for part in PARTS:
+        width = peak.parts.get(part, 0) * scale
+        yield Bar(part, left, width)
+        left += width

@@ -82,11 +82,11 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, device_memory: int = 0) -> Iterator[Line]:
-    """Yield the lines of the section. A step of a simulated world should fit into ``device_memory`` bytes."""
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
+    """Yield the lines of the section."""
     for loader in loaders:
         yield _describe_loader(loader)
-        yield from ((line, {}) for line in describe_sizes(loader.sizes, device_memory))
+        yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from _describe_evenness(loaders)

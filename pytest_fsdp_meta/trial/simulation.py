@@ -126,7 +126,7 @@ class SimulatedRun:
         except WorldError as error:
             return from_world_error(error)
         # A rank has the same rows in each world: batches that the ranks share would be smaller in a larger one.
-        rows = own.step.rows if own.step is not None else {}
+        rows = {key: shape[0] for key, shape in own.step.assumed.batch.items()} if own.step is not None else {}
         return (own, *(self._smaller(spec, rows) for spec in smaller_worlds(self.world.spec)))
 
     def _smaller(self, spec: WorldSpec, rows: Mapping[str, int]) -> SimulatedSize:

@@ -55,6 +55,10 @@ class WorldSpec:
     """The only GPUs that the ranks see, by device index, as CUDA_VISIBLE_DEVICES names them; empty: all."""
     simulated: tuple[int, ...] = ()
     """The only ranks that run, each alone under torch's fake process group and on meta; empty: all ranks run."""
+    device_memory: int = 0
+    """Bytes of the device that each simulated rank would have; 0: unknown."""
+    memory_reserve: float = 0.06
+    """The share of it that is not for tensors: the device's context, buffers of NCCL, fragmentation."""
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives
 from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
-from pytest_fsdp_meta.checks.simulation.facts import RankSize, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.checks.simulation.facts import PhasePeak, RankSize, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.evidence import (
     Accumulation,
     Evidence,
@@ -60,7 +60,7 @@ from tests.checks.evidence_factory import (
 )
 
 IDS = CATALOGUE.ids()
-SIMULATED = ["no_rank_is_empty_handed", "memory_falls_with_ranks", "communication_scales"]
+SIMULATED = ["no_rank_is_empty_handed", "memory_falls_with_ranks", "communication_scales", "step_fits"]
 """The checks that judge simulated worlds only."""
 OF_WORLDS = [id for id in IDS if id not in SIMULATED]
 NEEDS = [(check.id, need) for check in CATALOGUE for need in check.needs]
@@ -277,13 +277,14 @@ def simulated(ranks: int, parameters: dict[str, tuple[int, ...]] | None = None, 
     evidence = healthy(mesh={"dp_shard": ranks}, parameters=parameters or {MIDDLE: (64, 16)})
     evidence = on_ranks(evidence, None, lambda rank: tuple(replace(tensor, width=4) for tensor in rank.tensors))
     both = evidence.inventory[0], evidence.inventory[-1]
-    world = replace(evidence.world, simulated=(0, ranks - 1))
-    return replace(evidence, world=world, inventory=both, training=None, simulation=sizes)
+    world = replace(evidence.world, simulated=(0, ranks - 1), device_memory=1000)
+    return replace(evidence, world=world, inventory=both, training=None, simulation=sizes or (grown(ranks, 512),))
 
 
 def grown(ranks: int, parameters: int, sent: int = 0) -> SimulatedSize:
-    """A size at which each rank holds and sends so many bytes."""
-    step = SimulatedStep(1, 1, 1, 1, (Traffic("all_gather", ("dp_shard",), ranks, 1, sent),))
+    """A size at which each rank holds and sends so many bytes, and takes as many in a step."""
+    sending = (Traffic("all_gather", ("dp_shard",), ranks, 1, sent),)
+    step = SimulatedStep(1, 1, 1, (PhasePeak("forward", "", {"held": sent or 1}),), sending)
     return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
 
 
@@ -362,6 +363,7 @@ BROKEN = {
     "no_rank_is_empty_handed": simulated(8, parameters={MIDDLE: (2, 512)}),
     "memory_falls_with_ranks": simulated(8, sizes=(grown(8, 4096), grown(1, 4096))),
     "communication_scales": simulated(8, sizes=(grown(16, 64, sent=15_000), grown(2, 512, sent=1000))),
+    "step_fits": simulated(8, sizes=(grown(16, 64, sent=2_000),)),
 }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in, judge
 from pytest_fsdp_meta.checks.simulation.facts import (
+    Assumptions,
     BytesOfRanks,
     ModuleTraffic,
+    PhasePeak,
     RankSize,
     SimulatedSize,
     SimulatedStep,
@@ -20,18 +23,23 @@ from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, Refere
 MIB = 2**20
 
 
-def size(ranks: int, *traffic: Traffic, problem: str = "") -> SimulatedSize:
-    return SimulatedSize(
-        (("dp_shard", ranks),), (RankSize(0, MIB, 0, SimulatedStep(traffic=traffic, problem=problem)),)
-    )
+HELD = PhasePeak("forward", "", {"held": MIB})
+
+
+def size(ranks: int, *traffic: Traffic, problem: str = "", **facts: Any) -> SimulatedSize:
+    peaks = () if problem else (HELD,)
+    step = SimulatedStep(**{"peaks": peaks, "traffic": traffic, "problem": problem, **facts})
+    return SimulatedSize((("dp_shard", ranks),), (RankSize(0, MIB, 0, step),))
 
 
 def gathered(ranks: int, nbytes: int, *dims: str) -> Traffic:
     return Traffic("all_gather", dims, ranks, 1, nbytes)
 
 
-def judged(*sizes: SimulatedSize, id: str = "communication_scales"):
-    world = WorldFacts(sizes[0].size, sizes[0].mesh, "meta", "fake", simulated=(0,))
+def judged(*sizes: SimulatedSize, id: str = "communication_scales", memory: int = 0):
+    world = WorldFacts(
+        sizes[0].size, sizes[0].mesh, "meta", "fake", simulated=(0,), device_memory=memory, memory_reserve=0.06
+    )
     inventory = RankInventory(0, "meta", ())
     reference = ReferenceFacts("callable", inventory)
     evidence = Evidence(world, inventory=(inventory,), reference=reference, simulation=sizes)
@@ -86,6 +94,74 @@ def test_the_module_that_sends_most_is_named():
 def test_a_world_without_a_step_is_not_compared():
     verdict = judged(size(64, gathered(64, MIB)), size(8, problem="no CUDA"))
     assert (verdict.status, verdict.reason) == ("skipped", "no step of 8 ranks was simulated: no CUDA")
+
+
+def test_a_step_that_cannot_run_is_an_error_and_one_without_a_loss_is_not_declared():
+    failed = size(64, problem="RuntimeError in layers.0.o_proj (model.py:3): shapes", error=True)
+    undeclared = size(64, problem="Subject(loss=...): no .loss", error=True, missing="loss")
+    for id, memory in (("communication_scales", 0), ("step_fits", MIB)):
+        error, missing = (judged(one, size(8), id=id, memory=memory) for one in (failed, undeclared))
+        assert (error.status, error.reason) == (
+            "error",
+            "no step of 64 ranks was simulated: RuntimeError in layers.0.o_proj (model.py:3): shapes",
+        )
+        assert (missing.status, missing.why) == ("skipped", "not declared")
+        assert missing.reason == "no step of 64 ranks was simulated: Subject(loss=...): no .loss"
+
+
+FITS = "step_fits"
+BACKWARD = PhasePeak("backward", "layers.0", {"held": 20 * MIB, "activations": 40 * MIB, "gathered": 8 * MIB})
+STEP = PhasePeak("optimizer's step", "", {"held": 20 * MIB, "optimizer": 40 * MIB, "temporary": 20 * MIB})
+
+
+def test_a_step_fits_with_a_reserve():
+    exact = PhasePeak("backward", "", {"held": 94 * MIB})
+    assert judged(size(8, peaks=(exact,)), id=FITS, memory=100 * MIB).status == "passed"
+    [finding] = judged(size(8, peaks=(exact,)), id=FITS, memory=99 * MIB).findings
+    assert (finding.ranks, finding.actual) == ((0,), "94 MiB in backward")
+    assert finding.expected == "at most 93.1 MiB (99 MiB less a reserve of 6%)"
+    unknown = judged(size(8, peaks=(exact,), unstepped="TypeError: no"), id=FITS, memory=100 * MIB)
+    assert (unknown.status, unknown.why) == ("skipped", "partly checked")
+    reason = judged(size(8), id=FITS).reason
+    assert reason == "the memory of a device is not known: --fsdp-device-memory=80GiB"
+
+
+@pytest.mark.parametrize(
+    ("peak", "memory", "facts", "remedies"),
+    [
+        (
+            BACKWARD,
+            60,
+            {"gathered": 2 * MIB},
+            [
+                "checkpoint each block, which keeps a small part of the 40 MiB of activations",
+                "reshard_after_forward=True and a group for each block: at most a few groups are gathered at a time, "
+                "instead of 8 MiB",
+                "32 ranks, on which it would be about 53 MiB, if they share all of the parameters",
+            ],
+        ),
+        (
+            BACKWARD,
+            40,
+            {"gathered": 8 * MIB, "assumed": Assumptions({}, recomputes=True)},
+            ["fewer rows or shorter ones: 48 MiB would not fall with more ranks"],
+        ),
+        (
+            STEP,
+            50,
+            {},
+            [
+                "fused=True or foreach=False in the optimizer, which saves 20 MiB",
+                "16 ranks, on which it would be about 40 MiB, if they share all of the parameters",
+            ],
+        ),
+    ],
+    ids=["activations and gathered parameters", "rows", "optimizer"],
+)
+def test_what_would_fit_is_said_with_its_bytes(peak, memory, facts, remedies):
+    [finding] = judged(size(8, peaks=(peak,), **facts), id=FITS, memory=memory * MIB).findings
+    assert finding.remedy == "; ".join(remedies)
+    assert finding.cause.startswith("at the peak, a rank holds 40 MiB of ")
 
 
 def test_a_smaller_world_that_failed_says_why():

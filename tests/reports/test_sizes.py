@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_meta.checks.simulation.facts import (
+    Assumptions,
     BytesOfRanks,
     ModuleTraffic,
+    PhasePeak,
     RankSize,
     SimulatedSize,
     SimulatedStep,
     Traffic,
 )
+from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.reports.sizes import BAR_WIDTH, describe_sizes, size_view
 from pytest_fsdp_meta.text import as_bytes
 
@@ -21,41 +24,60 @@ GIB = 2**30
 SENT = (Traffic("all_gather", ("dp_shard",), 8, 2, GIB), Traffic("all_reduce", (), 4, 1, GIB // 2))
 
 
+ASSUMED = Assumptions({"input_ids": (1, 8)}, "AdamW with state in float32", meshes=("dp_shard=64",))
+
+
 def size(ranks: int, parameters: int, peak: int = 0, stepping: int = 0, problem: str = "") -> SimulatedSize:
-    step = SimulatedStep(GIB, 2 * GIB, GIB, peak, SENT, stepping=stepping) if peak else SimulatedStep(problem=problem)
+    """Return a size with a step that holds ``peak`` GiB in the backward, of which one is gathered."""
+    step = SimulatedStep(problem=problem)
+    if peak:
+        parts = {"held": parameters, "gathered": GIB, "activations": (peak - 1) * GIB - parameters}
+        peaks = (
+            PhasePeak("forward", "", {"held": parameters}),
+            PhasePeak("backward", "layers.1", parts),
+            PhasePeak("optimizer's step", "", {"held": parameters, "temporary": stepping * GIB - parameters}),
+        )
+        step = SimulatedStep(GIB, 2 * GIB, GIB, peaks, SENT, assumed=ASSUMED)
     return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
 
 
+def device(memory: int) -> WorldFacts:
+    return WorldFacts(64, (), "meta", "fake", device_memory=memory * GIB, memory_reserve=0.25)
+
+
 FAILED = SimulatedSize((("dp_shard", 2),), (), problem="rank 0 raised KeyError: 2")
-LARGE, SMALL = size(64, GIB, 10 * GIB, 8 * GIB), size(8, 4 * GIB, 11 * GIB, 16 * GIB)
+LARGE, SMALL = size(64, GIB, 10, 8), size(8, 4 * GIB, 11, 16)
 
 
 def test_lines_name_what_each_size_needs_and_where_it_fits():
-    assert [*describe_sizes((LARGE, SMALL, FAILED), 12 * GIB)] == [
+    of_step = "1 GiB of gradients, 2 GiB of optimizer state; a step gathers up to 1 GiB at a time and sends 1 GiB over "
+    assert [*describe_sizes((LARGE, SMALL, FAILED), device(16))] == [
         "    2 ranks: not simulated (rank 0 raised KeyError: 2)",
-        "    8 ranks: 4 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
-        "to 1 GiB at a time, peaks at 16 GiB in the optimizer's step (11 GiB in forward and backward) and sends 1 GiB "
-        "over dp_shard, 512 MiB over 4 ranks",
-        "   64 ranks: 1 GiB of parameters on a rank, 1 GiB of gradients, 2 GiB of optimizer state; a step gathers up "
-        "to 1 GiB at a time, peaks at 10 GiB in forward and backward (8 GiB in the optimizer's step) and sends 1 GiB "
-        "over dp_shard, 512 MiB over 4 ranks",
-        "   a step fits into 12 GiB on 64 ranks, not on 8",
+        f"    8 ranks: 4 GiB of parameters on a rank, {of_step}dp_shard, 512 MiB over 4 ranks",
+        "      peaks at 16 GiB in optimizer's step (12 GiB of temporary tensors, 4 GiB of parameters and buffers), 11 "
+        "GiB in backward, 4 GiB in forward",
+        f"   64 ranks: 1 GiB of parameters on a rank, {of_step}dp_shard, 512 MiB over 4 ranks",
+        "      peaks at 10 GiB in backward at layers.1 (8 GiB of activations, 1 GiB of parameters and buffers, 1 GiB "
+        "of gathered parameters), 8 GiB in optimizer's step, 1 GiB in forward",
+        "   assumed: input_ids 1 x 8 on each rank; AdamW with state in float32; no activation checkpointing; "
+        "parameters on dp_shard=64",
+        "   a step fits into 12 GiB (16 GiB less a reserve of 25%) on 64 ranks, not on 8",
     ]
-    [line] = describe_sizes((size(8, GIB, problem="no CUDA"),), 12 * GIB)
+    [line] = describe_sizes((size(8, GIB, problem="no CUDA"),), device(16))
     assert line == "   8 ranks: 1 GiB of parameters on a rank; no step was simulated (no CUDA)"
 
 
 def test_an_optimizer_that_cannot_be_simulated_is_named():
     unknown = replace(LARGE, ranks=(replace(LARGE.ranks[0], step=replace(LARGE.step, unstepped="TypeError: no")),))
-    line, fit = describe_sizes((unknown,), 12 * GIB)
-    assert "peaks at 10 GiB in forward and backward (more in the optimizer's step is possible: TypeError: no)" in line
+    _, peaks, _, fit = describe_sizes((unknown,), device(16))
+    assert peaks.endswith(", more in optimizer's step is possible: TypeError: no")
     assert fit.endswith("on 64 ranks, but what the optimizer needs while it steps is unknown")
 
 
 def test_what_all_ranks_hold_is_said_where_it_is_known():
     even, uneven = BytesOfRanks(GIB, GIB, GIB), BytesOfRanks(0, GIB // 2, GIB)
     known = [replace(size(ranks, 7, problem="?"), parameters=held) for ranks, held in ((8, even), (64, uneven))]
-    lines = [*describe_sizes(known, 0)]
+    lines = [*describe_sizes(known, device(0))]
     assert lines == [
         "    8 ranks: 1 GiB of parameters on every rank; no step was simulated (?)",
         "   64 ranks: 0 bytes to 1 GiB of parameters on a rank (512 MiB in the median); no step was simulated (?)",
@@ -63,15 +85,15 @@ def test_what_all_ranks_hold_is_said_where_it_is_known():
     assert known[1].largest == GIB
 
 
-@pytest.mark.parametrize(("memory", "scale"), [(0, 16), (12, 16), (32, 32)])
+@pytest.mark.parametrize(("memory", "scale"), [(0, 16), (16, 16), (64, 48)])
 def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
-    view = size_view((LARGE, SMALL, FAILED), memory * GIB)
+    view = size_view((LARGE, SMALL, FAILED), device(memory))
     assert [row.size.size for row in view.rows] == [2, 8, 64]
-    assert view.limit == (pytest.approx(memory / scale * BAR_WIDTH) if memory else None)
-    ends = [sum(bar.width for bar in row.bars) for row in view.rows]
-    assert ends == pytest.approx([0, 16 / scale * BAR_WIDTH, 10 / scale * BAR_WIDTH])
+    assert view.limit == (pytest.approx(0.75 * memory / scale * BAR_WIDTH) if memory else None)
+    ends = [[sum(bar.width for bar in phase.bars) for phase in row.peaks] for row in view.rows]
+    assert ends == [[], *(pytest.approx([n / scale * BAR_WIDTH for n in of]) for of in ((4, 11, 16), (1, 10, 8)))]
     assert view.rows[0].why == "rank 0 raised KeyError: 2"
-    assert size_view((), memory * GIB) is None
+    assert size_view((), device(memory)) is None
 
 
 def test_the_modules_of_the_largest_world_are_listed_by_what_they_send():
@@ -79,9 +101,9 @@ def test_the_modules_of_the_largest_world_are_listed_by_what_they_send():
     reduced = replace(SENT[1], modules=tuple(ModuleTraffic(f"m{n}", 1, n) for n in range(20)))
     step = replace(LARGE.step, traffic=(gathered, reduced))
     large = replace(LARGE, ranks=(replace(LARGE.ranks[0], step=step),))
-    listed = [(traffic.where, part.module) for traffic, part in size_view((large, SMALL), 0).sent]
+    listed = [(traffic.where, part.module) for traffic, part in size_view((large, SMALL), device(0)).sent]
     assert listed == [("dp_shard", "layers.*"), *(("4 ranks", f"m{n}") for n in range(19, 12, -1))]
-    assert size_view((FAILED,), 0).sent == ()
+    assert size_view((FAILED,), device(0)).sent == ()
 
 
 def test_amounts_have_three_digits():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+
+from pytest_fsdp_meta.text import as_bytes
 
 NO_VALUES = "simulated: the ranks have no values, and send nothing"
 """Why what needs values is not observed."""
@@ -53,30 +55,86 @@ class Traffic:
         return max(self.modules, key=lambda part: part.nbytes, default=None)
 
 
+FORWARD, BACKWARD_PASS, REDUCTION, STEPPING = "forward", "backward", "reduction", "optimizer's step"
+"""The phases of a step."""
+HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer"
+GATHERED, ACTIVATIONS, TEMPORARY = "gathered", "activations", "temporary"
+PARTS = {
+    HELD: "parameters and buffers",
+    GRADIENTS: "gradients",
+    OPTIMIZER: "optimizer state",
+    GATHERED: "gathered parameters",
+    ACTIVATIONS: "activations",
+    TEMPORARY: "temporary tensors",
+}
+"""What memory is taken for; activations are what the forward keeps for the backward."""
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The most that all tensors take at a time in one phase of a step, and the module that ran then.
+
+    ``parts`` has the bytes of each of ``PARTS``, if any.
+    """
+
+    phase: str
+    module: str
+    parts: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def composition(self) -> str:
+        """The parts that matter, largest first, such as "47 GiB of activations, 5 GiB of gathered parameters"."""
+        large = {name: nbytes for name, nbytes in self.parts.items() if nbytes > self.nbytes / 50}
+        ordered = sorted(large.items(), key=lambda part: part[1], reverse=True)
+        return ", ".join(f"{as_bytes(nbytes)} of {PARTS[name]}" for name, nbytes in ordered)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a simulated step was run with: ``batch`` has the shape of each tensor on the rank."""
+
+    batch: Mapping[str, tuple[int, ...]]
+    optimizer: str = ""
+    recomputes: bool = False
+    """Whether the backward computed modules again."""
+    meshes: tuple[str, ...] = ()
+    """Those that the parameters lie on, such as "dp_replicate=4 x dp_shard=256"."""
+
+
 @dataclass(frozen=True)
 class SimulatedStep:
     """Bytes of one training step on one rank.
 
-    ``peak`` is the most that all tensors take at a time in forward and backward, ``stepping`` the most while the
-    optimizer steps, ``gathered`` the most that one all_gather fills. ``problem`` says why nothing was counted.
+    ``gathered`` is the most that one all_gather fills. ``problem`` says why nothing was counted.
     """
 
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    peak: int = 0
+    peaks: tuple[PhasePeak, ...] = ()
     traffic: tuple[Traffic, ...] = ()
     problem: str = ""
-    rows: Mapping[str, int] = field(default_factory=dict)
-    """The rows of each tensor of the batch."""
-    stepping: int = 0
+    error: bool = False
+    """Whether the problem is one of the author's, and not of the simulation."""
+    missing: str = ""
+    """The field of Subject without which no step can be run, or empty."""
+    assumed: Assumptions = Assumptions({})
     unstepped: str = ""
     """Why what the optimizer needs while it steps is unknown, or empty."""
 
     @property
+    def peak(self) -> PhasePeak:
+        """That of the phase that takes most."""
+        return max(self.peaks, key=lambda peak: peak.nbytes)
+
+    @property
     def most(self) -> int:
         """The most that all tensors take at any time."""
-        return max(self.peak, self.stepping)
+        return max((peak.nbytes for peak in self.peaks), default=0)
 
     @property
     def sent(self) -> int:
@@ -132,5 +190,5 @@ class SimulatedSize:
     @property
     def step(self) -> SimulatedStep | None:
         """The step that needs most, if any was simulated."""
-        steps = [rank.step for rank in self.ranks if rank.step is not None and not rank.step.problem]
+        steps = [rank.step for rank in self.ranks if rank.step is not None and rank.step.peaks]
         return max(steps, key=lambda step: step.most, default=None)

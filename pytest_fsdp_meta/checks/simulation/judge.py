@@ -6,12 +6,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize, SimulatedStep, Traffic
+from pytest_fsdp_meta.checks.simulation.facts import (
+    ACTIVATIONS,
+    FACTORS,
+    GATHERED,
+    GRADIENTS,
+    HELD,
+    OPTIMIZER,
+    STEPPING,
+    TEMPORARY,
+    SimulatedSize,
+    SimulatedStep,
+    Traffic,
+)
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
-from pytest_fsdp_meta.evidence import TensorFacts, not_declared, replicates, sharded_dim, shards_data
+from pytest_fsdp_meta.evidence import TensorFacts, WorldFacts, replicates, sharded_dim, shards_data
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import scale_check
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import as_bytes, counted
 
 LARGE = 0.01
@@ -164,12 +176,72 @@ def _most(part: Traffic) -> str:
     return f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most is not None else ""
 
 
+@scale_check(
+    promise="in a simulated world, a step fits into the memory of a device (--fsdp-device-memory), with a reserve",
+    after=[MANIFEST, *EXPLAINING],
+    why="A step that does not fit is found out after hours in a queue, by a thousand GPUs at once.",
+    cause="what a rank holds at the peak of the step takes more than the device has for tensors",
+    remedy="use more ranks or fewer rows, or hold less at a time",
+    references=["arXiv:1910.02054 (ZeRO), section 3"],
+    simulated="only",
+)
+def step_fits(view: View) -> Iterable[Finding]:
+    world, sizes = view.evidence.world, _simulated(view)
+    if not world.device_memory:
+        raise NotJudged("the memory of a device is not known: --fsdp-device-memory=80GiB")
+    size, step = sizes[0], _step(sizes[0])
+    if step.most > world.usable_memory:
+        yield Finding(
+            None,
+            tuple(rank.rank for rank in size.ranks if rank.step is step),
+            f"{as_bytes(step.most)} in {step.peak.phase}{f' at {step.peak.module}' if step.peak.module else ''}",
+            f"at most {describe_memory(world)}",
+            cause=f"at the peak, a rank holds {step.peak.composition}",
+            remedy="; ".join(_what_would_help(step, size.size, world.usable_memory)),
+        )
+    elif step.unstepped:
+        raise PartlyJudged(f"what the optimizer needs while it steps is unknown: {step.unstepped}")
+
+
+def describe_memory(world: WorldFacts) -> str:
+    """Return such as "75.2 GiB (80 GiB less a reserve of 6%)"."""
+    reserve = f"a reserve of {100 * world.memory_reserve:g}%"
+    return f"{as_bytes(world.usable_memory)} ({as_bytes(world.device_memory)} less {reserve})"
+
+
+def _what_would_help(step: SimulatedStep, ranks: int, limit: int) -> Iterator[str]:
+    """Yield what takes memory at the peak that a loader need not hold, each with its bytes."""
+    peak, over = step.peak, step.most - limit
+    kept, gathered = peak.parts.get(ACTIVATIONS, 0), peak.parts.get(GATHERED, 0)
+    if kept and not step.assumed.recomputes:
+        yield f"checkpoint each block, which keeps a small part of the {as_bytes(kept)} of activations"
+    if gathered > 2 * step.gathered:
+        yield (
+            "reshard_after_forward=True and a group for each block: at most a few groups are gathered at a time, "
+            f"instead of {as_bytes(gathered)}"
+        )
+    if peak.phase == STEPPING and (temporary := peak.parts.get(TEMPORARY, 0)):
+        yield f"fused=True or foreach=False in the optimizer, which saves {as_bytes(temporary)}"
+    falling = (HELD, GRADIENTS, OPTIMIZER, TEMPORARY if peak.phase == STEPPING else "")
+    shared = sum(peak.parts.get(part, 0) for part in falling)
+    if shared > over:
+        factor = next(n for n in (2**k for k in range(1, 32)) if shared * (1 - 1 / n) >= over)
+        about = as_bytes(round(step.most - shared * (1 - 1 / factor)))
+        yield f"{factor * ranks} ranks, on which it would be about {about}, if they share all of the parameters"
+    else:
+        yield f"fewer rows or shorter ones: {as_bytes(step.most - shared)} would not fall with more ranks"
+
+
 def _step(size: SimulatedSize) -> SimulatedStep:
     if size.step is not None:
         return size.step
-    problems = [rank.step.problem for rank in size.ranks if rank.step is not None and rank.step.problem]
-    where = f"no step of {size.size} ranks was simulated"
-    raise NotJudged(f"{where}: {problems[0] if problems else not_declared('batch').summary}")
+    steps = [rank.step for rank in size.ranks if rank.step is not None and rank.step.problem]
+    if not steps:
+        raise NotDeclared("batch")
+    message = f"no step of {size.size} ranks was simulated: {steps[0].problem}"
+    if steps[0].missing:
+        raise NotDeclared(steps[0].missing, instead=message)
+    raise Unjudgeable(message) if steps[0].error else NotJudged(message)
 
 
 def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffic, int, float]]:
@@ -204,14 +276,19 @@ def _ring(ranks: int, before: int) -> float:
     return (1 - 1 / ranks) / (1 - 1 / before)
 
 
-def _sizes(view: View) -> tuple[SimulatedSize, ...]:
-    """Return the simulated world and smaller ones."""
-    world, sizes = view.evidence.world, view.evidence.simulation or ()
-    if not world.simulated:
+def _simulated(view: View) -> tuple[SimulatedSize, ...]:
+    """Return the simulated world and smaller ones, as far as they could be simulated."""
+    if not view.evidence.world.simulated:
         raise NotJudged(NOT_SIMULATED)
     if by := [id for id in EXPLAINING if id in view.failed]:
         raise Blocked(f"what a rank holds and sends depends on {by[0]}, which failed")
-    if len(known := tuple(size for size in sizes if not size.problem)) > 1:
+    return tuple(size for size in view.evidence.simulation or () if not size.problem)
+
+
+def _sizes(view: View) -> tuple[SimulatedSize, ...]:
+    """Return the simulated world and smaller ones, at least one."""
+    world, sizes = view.evidence.world, view.evidence.simulation or ()
+    if len(known := _simulated(view)) > 1:
         return known
     if problems := [f"no world of {size.size} could be simulated: {size.problem}" for size in sizes if size.problem]:
         raise NotJudged(problems[0])

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.checks.simulation.facts import BACKWARD
+from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
@@ -25,7 +25,7 @@ from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
-from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, PARTS
+from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
 from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
 

@@ -292,7 +292,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
             checks=_checks(number, record, known, report),
             is_expanded=few or _needs_attention(record),
             names=names,
-            sizes=size_view(record.sizes, report.header.device_memory),
+            sizes=size_view(record.sizes, record.world),
         )
 
 

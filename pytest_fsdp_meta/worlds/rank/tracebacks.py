@@ -28,6 +28,7 @@ WHILE_HANDLED = "During handling of the above exception, another exception occur
 """Python's own sentences."""
 NO_FRAME = "  <no Python frame>"
 """What faulthandler prints for the threads of a C++ library."""
+TORCH = f"{os.sep}torch{os.sep}"
 PACKAGE = f'File "{Path(__file__).parents[2]}{os.sep}'
 """How stack lines of this package begin; they are shown only if there are no others."""
 
@@ -76,11 +77,24 @@ def _chain(last: traceback.TracebackException) -> list[tuple[traceback.Traceback
 def user_line(error: BaseException | None = None) -> str:
     """Return "file:line" of the innermost frame that is neither this package's nor of an installed one.
 
-    Of the frames of an error, or else of those that run now.
+    If there is none, it is the innermost one of another package than torch, such as a model's. The frames are those of
+    an error, or else those that run now.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    users = _of_user(frames) or _not_ours(frames) or frames
-    return f"{os.path.relpath(users[-1].filename)}:{users[-1].lineno}" if users else "unknown line"
+    others = _not_ours(frames)
+    if users := _of_user(frames):
+        return f"{os.path.relpath(users[-1].filename)}:{users[-1].lineno}"
+    libraries = [one for one in others if TORCH not in one.filename] or others or frames
+    return f"{shorten_path(libraries[-1].filename)}:{libraries[-1].lineno}" if libraries else "unknown line"
+
+
+def shorten_path(file: str) -> str:
+    """Return a path relative to the current folder, or to the folder that it was imported from."""
+    path = Path(file)
+    for folder in sorted({os.getcwd(), *filter(None, sys.path)}, key=len, reverse=True):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return file
 
 
 def user_place(error: BaseException) -> str:

@@ -51,6 +51,8 @@ WITHOUT_VALUES = (
     "no fake impl or Meta kernel",
 )
 """What torch says when a value of a meta tensor is asked for."""
+OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+"""What torch raises for fake tensors where values or an operator's shapes are not known."""
 ASKS_CUDA = re.compile(
     rf"not compiled with CUDA|has no attribute '_cuda|No CUDA GPUs|Found no NVIDIA driver|{TORCH_ON_FORK}"
 )
@@ -152,12 +154,17 @@ def without_values(what: str, instead: str) -> Iterator[None]:
                 f"{what} calls what torch's fake process group cannot do ({user_line(cause)}): {first_line(cause)}; "
                 "leave it out where fsdp.simulated is true"
             ) from error
-        if not any(text in str(cause) for text in WITHOUT_VALUES):
+        if not asks_for_a_value(cause):
             raise
         raise Misuse(
             f"{what} asks for a value of a tensor, which simulated ranks do not have ({user_line(cause)}): "
             f"{first_line(cause)}"
         ) from error
+
+
+def asks_for_a_value(error: BaseException) -> bool:
+    """Return whether torch so says that a tensor has no values."""
+    return type(error).__name__ in OF_FAKE_TENSORS or any(text in str(error) for text in WITHOUT_VALUES)
 
 
 class _ReductionsOfValues:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -16,13 +18,29 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.collectives.observe import GROUPS, INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import Meter, noting_resizes
-from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, ModuleTraffic, RankSize, SimulatedStep, Traffic
-from pytest_fsdp_meta.loader.subject import Subject
-from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.checks.memory.observe.peak import noting_resizes
+from pytest_fsdp_meta.checks.simulation.facts import (
+    BACKWARD,
+    BACKWARD_PASS,
+    FORWARD,
+    OPTIMIZER,
+    REDUCTION,
+    STEPPING,
+    TEMPORARY,
+    Assumptions,
+    ModuleTraffic,
+    PhasePeak,
+    RankSize,
+    SimulatedStep,
+    Traffic,
+)
+from pytest_fsdp_meta.checks.simulation.observe.load import asks_for_a_value
+from pytest_fsdp_meta.checks.simulation.observe.phases import PhaseMeter, leaves
+from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
-from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer
 from pytest_fsdp_meta.ranks.torch_private import (
@@ -34,15 +52,18 @@ from pytest_fsdp_meta.ranks.torch_private import (
     process_group,
     rearranging_shapes_only,
     register_fake_collectives,
-    tree_leaves,
 )
 from pytest_fsdp_meta.ranks.watching import watching
 from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
-FSDP_SPAN = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<module>.+)\))?$")
+BEGINNING, GATHERING, REDUCING = "pre_backward", "all_gather", "post_backward_reduce"
+FSDP_SPAN = re.compile(rf"FSDP::(?P<what>{BEGINNING}|{GATHERING}|{REDUCING})(?: \((?P<module>.+)\))?$")
 """How FSDP2 names what it does for the profiler; the root's groups have no module's name."""
+SENDING = GATHERING, REDUCING
+FOREACH = "foreach"
+"""The setting of an optimizer by which torch steps all parameters at a time; on GPUs that is the default."""
 NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
 
 
@@ -67,12 +88,25 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
     register_fake_collectives()
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it is reported as a problem
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), GroupedProductsOfAnyDtype(), rearranging_shapes_only():
             return _step(subject, rank, shares, rows)
-    except Exception as error:  # of any type: what the model raises where it asks for a value
+    except SubjectError as error:
+        return SimulatedStep(problem=first_line(error), error=True, missing="" if subject.loss else "loss")
+    except Exception as error:  # of any type: it is the author's model that runs
         cause = error.__cause__ or error
-        return SimulatedStep(problem=f"{type(cause).__name__} at {user_line(cause)}: {first_line(cause)}")
+        where = f"{_module_of(cause, subject.model)} ({user_line(cause)})"
+        problem = f"{type(cause).__name__} in {where}: {first_line(cause)}"
+        return SimulatedStep(problem=problem, error=not asks_for_a_value(cause))
+
+
+def _module_of(error: BaseException, model: Module) -> str:
+    """Return the name of the innermost module whose code the error passed."""
+    names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
+    holders = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    found = [name for holder in holders if (name := names.get(id(holder)))]
+    return found[-1] if found else "the model"
 
 
 def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) -> SimulatedStep:
@@ -81,31 +115,55 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     for group in [] if built is None else built.param_groups:
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
     batch = _own_rows(global_batch(subject, 0), shares, rows)
-    meter, recorder = _FakeMeter(), _TrafficRecorder(rank, model)
+    recorder = _StepRecorder(rank, model)
+    meter = PhaseMeter([local_part(t) for t in (*model.parameters(), *model.buffers())], recorder.where)
     model.train()
-    meter.after(torch.ops.aten.detach.default, (), [local_part(t) for t in (*model.parameters(), *model.buffers())])
     with watching(meter, recorder), noting_resizes(meter), recorder.running.watching():
-        loss_of(subject, batch).backward()
+        loss = loss_of(subject, batch)
+        meter.end_forward()
+        loss.backward()
+        del loss
     optimizer = built or make_optimizer(subject)
     state = _state_bytes(optimizer)
-    gradients = sum(local_part(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-    held = sum(local_part(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
-    temporary, unstepped = 0, ""
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    peaks, unstepped = [*meter.peaks(gradients, state)], ""
     if optimizer is not None:
         try:
             temporary = max(map(_temporary_bytes, parts_of_optimizer(optimizer)))
         except Exception as error:  # of any type: an optimizer may need DTensors, or values
             unstepped = f"{type(error).__name__}: {first_line(error)}"
+        else:
+            parts = Counter(meter.held_now()) + Counter({OPTIMIZER: state, TEMPORARY: temporary})
+            peaks.append(PhasePeak(STEPPING, "", parts))
     return SimulatedStep(
-        gradients=gradients,
+        gradients=sum(gradient.nbytes for gradient in gradients),
         optimizer=state,
-        stepping=held + gradients + state + temporary,
-        unstepped=unstepped,
         gathered=recorder.gathered,
-        peak=_peak(meter) + state,  # from the second step on
+        peaks=tuple(peaks),
         traffic=tuple(recorder.traffic()),
-        rows={key: len(value) for key, value in batch.items() if _has_rows(value)},
+        assumed=_assumptions(model, batch, optimizer, recorder.recomputes),
+        unstepped=unstepped,
     )
+
+
+def _assumptions(model: Module, batch: Mapping[str, Any], optimizer: Optimizer | None, recomputes: bool) -> Assumptions:
+    shapes = {key: tuple(value.shape) for key, value in batch.items() if _has_rows(value)}
+    meshes = [mesh_facts(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    described = dict.fromkeys(" x ".join(map("{}={}".format, mesh.dims, mesh.shape)) for mesh in meshes)
+    return Assumptions(shapes, _describe_optimizer(optimizer), recomputes, tuple(described))
+
+
+def _describe_optimizer(optimizer: Optimizer | None) -> str:
+    """Return such as "AdamW (foreach) with state in float32"."""
+    described = []
+    for part in () if optimizer is None else map(computing_optimizer, parts_of_optimizer(optimizer)):
+        how = [name for name in (FOREACH, "fused") if any(group.get(name) for group in part.param_groups)]
+        if not how and any(group.get(FOREACH, True) is None for group in part.param_groups):
+            how = [f"{FOREACH}, as on GPUs"]
+        kept = {str(value.dtype) for own in part.state.values() for value in _tensors(own) if value.numel() > 1}
+        dtypes = f" with state in {' and '.join(sorted(kept))}".replace("torch.", "") if kept else ""
+        described.append(f"{type(part).__name__}{f' ({how[0]})' if how else ''}{dtypes}")
+    return ", ".join(dict.fromkeys(described))
 
 
 def _state_bytes(optimizer: Optimizer | None) -> int:
@@ -137,23 +195,23 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
     """Return the most bytes that a step of the optimizer takes besides parameters, gradients and state.
 
     It steps plain tensors of the sizes of the shards: for DTensors, torch computes shapes on other tensors, which would
-    count. As on a GPU, ``foreach`` is the default: it has temporaries of all parameters at a time.
+    count. As on a GPU, ``FOREACH`` is the default.
     """
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = [{**group, "params": [*map(_local_parameter, _with_gradient(group))]} for group in groups]
     for group in optimizer.param_groups:
-        if group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
+        if group.get(FOREACH, True) is None and not group.get("fused"):
+            group[FOREACH] = True
     try:
         optimizer.state = defaultdict(dict)
         optimizer.step()  # which creates the state
-        meter = _FakeMeter()
         tensors = [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
-        meter.after(None, (), [*tensors, *(t for own in optimizer.state.values() for t in _tensors(own))])
-        before = _peak(meter)
+        kept = [value for own in optimizer.state.values() for value in _tensors(own)]
+        meter = PhaseMeter([*tensors, *kept], lambda: (STEPPING, ""))
+        before = sum(meter.held_now().values())
         with watching(meter):
             optimizer.step()
-        return _peak(meter) - before
+        return max(peak.nbytes for peak in meter.peaks((), 0)) - before
     finally:
         optimizer.param_groups, optimizer.state = groups, state
 
@@ -200,60 +258,48 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _peak(meter: Meter) -> int:
-    alive = most = 0
-    for before, after, *_ in meter.changes:
-        alive += after - before
-        most = max(most, alive)
-    return most
-
-
-def _leaves(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors that stand for memory; of a DTensor, the operations on its part follow."""
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
-
-
-class _FakeMeter(Meter):
-    def _is_mapped(self, storage: torch.UntypedStorage) -> bool:
-        return False  # without values there is no memory, and its address cannot be asked for
-
-    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.after(func, args, args)
-
-    def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        for tensor in _leaves(out):
-            self._track(tensor, maybe_mapped=False)
-
-
 Sent = tuple[str, tuple[str, ...], int]
 """What is added up: the collective, the mesh dimensions and the number of ranks."""
 
 
-class _TrafficRecorder:
-    """A watcher that adds up what this rank sends, and for which modules.
+class _StepRecorder:
+    """A watcher that knows the phase and the module that run, and adds up what this rank sends for each module.
 
     FSDP2 names the module of each group while it sends, in the backward and ahead of time too. Other collectives in the
     forward are of the module that runs, which for a hook on a module's output is the one around it; in the backward no
-    module runs.
+    module runs, unless it is computed again.
     """
 
     def __init__(self, rank: Rank, model: Module) -> None:
         self.gathered = 0
+        self.recomputes = False
         self.running = RunningModule(model)
         self._names = dict(_dims_by_group(rank, model))
-        self._spans: list[str | None] = []
-        """The modules that FSDP2 names in the spans that are open now; None for other spans."""
+        self._spans: list[tuple[str, str]] = []
+        """What FSDP2 does in the spans that are open now, with the module that it names; empty for other spans."""
+        self._backward = False
+        self._last = ""
+        """The module whose backward FSDP2 has begun last."""
         self._sent: dict[Sent, dict[str, Counter[str]]] = {}
+
+    def where(self) -> tuple[str, str]:
+        """Return the phase and the module."""
+        self._backward = self._backward or is_in_backward()
+        if not self._backward:
+            return FORWARD, self.running.name
+        reduced = [module for what, module in self._spans if what == REDUCING]
+        return (REDUCTION, reduced[-1]) if reduced else (BACKWARD_PASS, self.running.name or self._last)
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func.namespace == "profiler":
             self._follow_span(operator_name(func), args)
+        self.recomputes = self.recomputes or (bool(self.running.name) and is_in_backward())
         op = OPS.get(operator_name(func)) if func.namespace in NAMESPACES else None
         if op is None or op == "barrier":
             return
         given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))
-        inputs = _leaves(next((given[name] for name in INPUTS if name in given), None))
+        inputs = leaves(next((given[name] for name in INPUTS if name in given), None))
         nbytes, ranks = sum(tensor.nbytes for tensor in inputs), group.size()
         if op.startswith("all_gather"):
             self.gathered = max(self.gathered, nbytes * ranks)
@@ -271,14 +317,16 @@ class _TrafficRecorder:
             yield Traffic(op, dims, ranks, count, nbytes, parts)
 
     def _follow_span(self, operator: str, args: Sequence[Any]) -> None:
-        if operator.startswith("_record_function_enter"):
-            found = FSDP_SPAN.match(str(args[0]))
-            self._spans.append(found and clean_name(found["module"] or ""))
-        elif self._spans:
-            self._spans.pop()
+        if not operator.startswith("_record_function_enter"):
+            self._spans[-1:] = []
+            return
+        found = FSDP_SPAN.match(str(args[0]))
+        self._spans.append((found["what"], clean_name(found["module"] or "")) if found else ("", ""))
+        if self._spans[-1][0] == BEGINNING:
+            self._last = self._spans[-1][1]
 
     def _module(self) -> str:
-        named = [span for span in self._spans if span is not None]
+        named = [module for what, module in self._spans if what in SENDING]
         return named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
 
 
