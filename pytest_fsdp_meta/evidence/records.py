@@ -152,6 +152,8 @@ class ReferenceFacts:
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """As in ``OptimizerFacts``, of the optimizer that trains it."""
+    changed_by_forward: tuple[str, ...] = ()
+    """The buffers, and other untrained tensors, that its first forward changes."""
     reached_later: tuple[str, ...] = ()
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()

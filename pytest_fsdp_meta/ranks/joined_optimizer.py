@@ -16,10 +16,14 @@ from pytest_fsdp_meta.ranks.torch_private import before_other_step_hooks
 
 
 class JoinedOptimizer(Optimizer):  # type: ignore[misc]
-    """Optimizers that step together. Groups and state are those of the parts, not copies."""
+    """Optimizers that step together. Groups and state are those of the parts, not copies.
 
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
+    ``container`` is what the author's function has returned, if these are in it.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer], container: Optimizer | None = None) -> None:
         self.parts = tuple(parts)
+        self.container = container
 
     @property
     def optimizers(self) -> list[Optimizer]:

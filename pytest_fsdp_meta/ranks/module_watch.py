@@ -39,8 +39,10 @@ from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds.rank.tracebacks import shorten_path
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
-HARMLESS = "name", "use_cache", "gradient_checkpointing"
+HARMLESS = "name", "verbose", "use_cache", "gradient_checkpointing"
 """Attributes that change no result, as transformers names them, and that loaders change."""
+READ_BY_FUNCTIONS = ("is_causal",)
+"""Attributes that only functions read to which a module is given, as transformers' do."""
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
 
@@ -196,11 +198,22 @@ class RunningModule:
     def __init__(self, model: Module) -> None:
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
+        self._learning = False
 
     @property
     def name(self) -> str:
         """The author's name of the innermost module of the model that runs; empty outside of all."""
         return self._running[-1] if self._running else ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a module runs."""
+        return bool(self._running)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether gradients were enabled when the outermost one began to run."""
+        return self._learning
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -212,6 +225,7 @@ class RunningModule:
 
     def _enter(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
+            self._learning = self._learning if self._running else torch.is_grad_enabled()
             self._running.append(self._names.get(id(module), self.name))
 
     def _leave(self, *_: Any) -> None:
@@ -309,8 +323,7 @@ def _settings(module: Module, used: Collection[str]) -> dict[str, str]:
         name: repr(value)
         for name, value in vars(module).items()
         if type(value) in plain and not name.startswith("_") and name not in kept
-        # Functions that get the module read flags of it, as transformers' do is_causal.
-        if name in used or type(value) is bool
+        if name in used or name in READ_BY_FUNCTIONS
     }
 
 

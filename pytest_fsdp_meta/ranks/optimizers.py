@@ -51,7 +51,16 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         returned = declared(argument)
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
-    return _require_no_closure(returned)
+    _require_no_closure(returned)
+    inner = unwrapped_optimizer(returned)
+    return returned if inner is None or inner is returned else JoinedOptimizer(parts_of_optimizer(inner), returned)
+
+
+def handed_over(subject: Subject, optimizer: Optimizer | None) -> Any:
+    """Return the optimizer as its author knows it, in the wrapper or container of a framework."""
+    if isinstance(optimizer, JoinedOptimizer) and optimizer.container is not None:
+        return optimizer.container
+    return optimizer if optimizer is None or built_optimizer(subject) is None else subject.optimizer
 
 
 def _require_no_closure(optimizer: Optimizer) -> Optimizer:

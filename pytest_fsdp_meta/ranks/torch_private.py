@@ -108,6 +108,26 @@ def step_hooks(optimizer: Optimizer) -> list[tuple[bool, Callable[..., Any]]]:
     return [*((True, hook) for hook in before.values()), *((False, hook) for hook in after.values())]
 
 
+@needs(
+    "torch.optim:Optimizer._optimizer_step_pre_hooks",
+    "torch.optim:Optimizer._optimizer_step_post_hooks",
+    spoils=("training",),
+    instead=lambda *_: nullcontext(),
+)
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Call none of the optimizer's step hooks in the block; public torch removes a hook by its handle only."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: dict(hooks) for name in names if (hooks := getattr(optimizer, name, None))}
+    for name in kept:
+        getattr(optimizer, name).clear()
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            getattr(optimizer, name).update(hooks)
+
+
 @needs("torch.optim:Optimizer._optimizer_step_pre_hooks", spoils=("training",), instead=lambda *_: nullcontext())
 @contextmanager
 def before_other_step_hooks(optimizer: Optimizer, hook: Callable[..., Any]) -> Iterator[None]:

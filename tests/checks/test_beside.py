@@ -8,8 +8,10 @@ import pytest
 
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Noise, TensorNoise
 from tests.checks.evidence_factory import (
+    COUNTER,
     MIDDLE,
     add,
+    counted,
     healthy,
     kept_beside,
     measured,
@@ -32,6 +34,7 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
     [
         (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002"),
         (1.0, 2.0, (1,), "moves otherwise than the reference's", "equal within 0.002"),
+        (1.003, 0.0, (1,), "moves 1.003 times as far as the reference's", "equal within 0.002"),
         (0.0, 0.0, (0, 1), "does not move", "updated after each step"),
         (0.0, 0.0, (1,), "does not move", "updated after each step"),
     ],
@@ -68,6 +71,19 @@ def test_what_the_reference_has_under_no_name_is_said():
         "skipped",
         "ema.module.x: the reference keeps nothing of that name, so this was not compared",
     )
+
+
+def test_an_average_of_weights_that_train_step_steers_is_compared_no_further():
+    runs = tuple(
+        replace(run, buffers=replace(run.buffers, by_step=(COUNTER,), steering=True))
+        for run in counted(HEALTHY, 3.0).training
+    )
+    steered = replace(HEALTHY, training=runs)
+    off, still = (remeasured(steered, EMA, factor, apart, observed="beside") for factor, apart in ((1.0, 2.0), (0, 0)))
+    found = verdict(PARITY, off)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert f"train_step itself changes {COUNTER}" in found.reason
+    assert [one[2] for one in shown(PARITY, still)] == ["does not move"]
 
 
 def test_a_counter_is_compared_exactly():
@@ -140,6 +156,12 @@ def test_other_values_another_dtype_and_no_state_at_all(value, actual, expected)
     states = {name: text for name, text in {**second.beside, EMA: value}.items() if text}
     evidence = replace(HEALTHY, resumed=(first, replace(second, beside=states)))
     assert shown(ROUND_TRIP, evidence) == [(EMA, (1,), actual, expected)]
+
+
+def test_how_often_a_scheduler_was_called_is_not_compared():
+    before = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "4"}) for run in HEALTHY.continued)
+    after = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "1"}) for run in before)
+    assert verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after)).status == "passed"
 
 
 def test_copies_that_are_rebuilt_from_rounded_weights():

@@ -61,9 +61,9 @@ def test_buffers_that_follow_the_reference(mesh):
 @pytest.mark.parametrize(
     ("factor", "cause"),
     [
-        (2.0, "it is summed over the ranks where the reference has a mean: the number of data-parallel ranks is the "),
+        (2.0, "it is summed over the ranks where the reference has a mean: 2 is the number of data-parallel ranks"),
         (2.0, "; or it is updated twice in a step: activation checkpointing runs the forward again in backward"),
-        (0.5, "each rank counts its own rows only: the number of data-parallel ranks is what is missing"),
+        (0.5, "each rank counts its own rows only: 2 is the number of data-parallel ranks"),
         (3.0, "they are computed at another time of the step, or once more in a forward that activation "),
     ],
 )

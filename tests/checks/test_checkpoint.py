@@ -188,10 +188,17 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
     assert found.status == "skipped"
     assert found.reason == (
         "passed for what could be checked; ranks hold different values of counter in the same place of the tensor, and "
-        "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
+        "a checkpoint keeps only one of them; for a buffer of each rank's own, declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
     assert findings_of(found) == [(COUNTER, (1,), "different values after loading", SAVED, "")]
+
+
+def test_replicas_of_a_parameter_that_differ_are_no_fault_of_saving():
+    apart = (saved(layers__0__weight="of rank 0"), saved(layers__0__weight="of rank 1"))
+    evidence = replace(healthy(mesh={"dp_replicate": 2}), saved=apart, restored=(apart[0], apart[0]))
+    found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
+    assert (found.status, found.findings) == ("skipped", ())
 
 
 def test_a_missing_key_is_reported_by_one_check():
@@ -669,3 +676,26 @@ def test_modules_that_resuming_leaves_in_eval():
     assert verdict(RESUME, again(kept, "resumed", evaluating=("teacher",))).status == "passed"
     [finding] = verdict(RESUME, again(kept, "resumed", (1,), evaluating=("teacher", "drop"))).findings
     assert (finding.tensor, finding.ranks, finding.actual) == ("drop", (1,), "trains in eval() after resuming")
+
+
+def test_dropouts_and_frozen_parts_that_resuming_sets_otherwise():
+    frozen = {"kept": ("teacher.drop",), "dropouts": {"drop.p": 0.1}}
+    first = again(healthy(), "continued", **frozen, resting=("teacher", "teacher.drop"))
+    # It is trainable after resuming, and still in eval().
+    resting = again(first, "resumed", resting=("teacher", "teacher.drop"), dropouts={"drop.p": 0.1})
+    assert verdict(RESUME, resting).status == "passed"
+    woken = again(resting, "resumed", (1,), resting=("teacher",))
+    assert [f[:3] for f in findings_of(verdict(RESUME, woken))] == [("teacher.drop", (1,), "in train() after resuming")]
+    other = again(resting, "resumed", dropouts={"drop.p": 0.5})
+    assert [f[:4] for f in findings_of(verdict(RESUME, other))] == [
+        ("drop.p", (0, 1), "is 0.5 after resuming", "0.1, as uninterrupted")
+    ]
+
+
+def test_a_second_save_of_the_first_average():
+    entry = "ema.layers.0.weight"
+    evidence = again(again(healthy(), "continued", beside={entry: "first"}), "saved_again", beside={entry: "second"})
+    assert verdict(AGAIN, again(evidence, "restored_again", beside={entry: "second"})).status == "passed"
+    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", (1,), beside={entry: "first"}))) == [
+        (entry, (1,), "the second save has the values of the first", "the current values", "")
+    ]

@@ -203,7 +203,8 @@ def test_no_gradient_where_the_reference_has_one():
     assert {(f.actual, f.expected) for f in every} == {("no gradient, although the reference has one", "")}
     assert {finding.cause for finding in every} == {
         "no parameter has a gradient: the reduction is turned off and never on again "
-        "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter"
+        "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), train_step calls zero_grad() between the "
+        "backward and the step, or the loss depends on no parameter"
     }
 
 
@@ -541,9 +542,7 @@ def test_a_short_step_after_a_training_that_diverges_is_not_compared():
 
 def test_a_forward_that_changes_a_buffer_is_not_compared():
     seen = remeasured(healthy(), MIDDLE, 2.0).training[0].gradients
-    after = healthy().reference.after
-    moved = tuple(replace(t, digest="counted") if t.name == COUNTER else t for t in after.tensors)
-    evidence = with_reference(accumulated(healthy(), gradients=seen), after=replace(after, tensors=moved))
+    evidence = with_reference(accumulated(healthy(), gradients=seen), changed_by_forward=(COUNTER,))
     found = verdict(ACCUMULATION, evidence)
     assert (found.status, found.reason) == (
         "skipped",
@@ -556,3 +555,17 @@ def test_a_batch_that_cannot_be_split():
     problem = "'input_ids' has 2 rows, which do not divide into 2 micro-batches for each of 2 ranks"
     found = verdict(ACCUMULATION, on_runs(healthy(), None, accumulation=Accumulation(problem=problem)))
     assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [
+        (2.0, "their norm is 1, and max_grad_norm is 0.5: train_step clips to another bound or by another norm, or "),
+        (3.0, "their norm is 1.5, as before clipping: train_step does not clip to max_grad_norm=0.5"),
+    ],
+)
+def test_gradients_that_are_not_clipped_as_declared(factor, cause):
+    evidence = with_reference(remeasured(healthy(), MIDDLE, factor), norm=1.5)
+    declared = evidence.subject.declared | {"train_step", "max_grad_norm"}
+    assert cause_of(declare(evidence, declared=declared, max_grad_norm=0.5)).startswith(cause)
+    assert cause_of(declare(evidence, declared=declared, max_grad_norm=2.0)).startswith("train_step does not clip to ")

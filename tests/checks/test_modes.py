@@ -8,6 +8,8 @@ import pytest
 
 from pytest_fsdp_meta.checks.training.facts import StepNotFinite
 from tests.checks.evidence_factory import (
+    MIDDLE,
+    differ,
     healthy,
     on_ranks,
     on_runs,
@@ -178,3 +180,11 @@ def test_a_comparison_in_evaluation_is_a_part_of_what_should_be_compared():
         "passed",
         True,
     )
+
+
+def test_a_step_of_a_model_with_garbage_decides_nothing():
+    moved = ((False, True), (False, True))
+    garbage = differ(skipping(*moved), MIDDLE)
+    found = verdict(SKIPS, garbage)
+    assert (found.status, found.findings) == ("skipped", ())
+    assert found.reason.endswith("which the findings of params_equal_reference explain; fix those first")

@@ -429,3 +429,22 @@ def test_updates_that_rounding_swallows():
     assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
     own = declare(evidence, declared=evidence.subject.declared - {"optimizer"})
     assert verdict(MOVES, own).findings == ()
+
+
+def test_what_train_step_itself_writes_to():
+    def written(evidence: Evidence) -> Evidence:
+        runs = (replace(r, buffers=replace(r.buffers, written=(FROZEN, MIDDLE))) for r in evidence.training)
+        return replace(evidence, training=tuple(runs))
+
+    itself = "train_step itself writes to it"
+    [frozen] = verdict(STAY, written(after(healthy(), FROZEN, digest="other"))).findings
+    moved = remeasured(healthy(), MIDDLE, apart=2.0, observed="parameters")
+    [update] = verdict(UPDATES, written(moved)).findings
+    assert all(finding.cause.startswith(itself) for finding in (frozen, update))
+    assert not verdict(UPDATES, moved).findings[0].cause.startswith(itself)
+
+
+@pytest.mark.parametrize(("apart", "by_ranks"), [(0.0, True), (1.0, False)])
+def test_a_factor_that_explains_part_of_an_update_is_no_number_of_ranks(apart, by_ranks):
+    [found] = verdict(UPDATES, remeasured(healthy(), MIDDLE, 2.0, apart, observed="parameters")).findings
+    assert ("number of data-parallel ranks" in found.cause) == by_ranks

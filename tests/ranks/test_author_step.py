@@ -19,7 +19,7 @@ def backwards_of(train_step: Any) -> int:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = Subject(model, train_step=train_step)
-    _, count = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside())
+    _, count, _ = run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside())
     return count
 
 

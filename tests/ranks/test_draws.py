@@ -218,3 +218,21 @@ def test_states_of_generators():
     assert seed_of("cpu") == 3
     torch.rand(1), torch.rand(1)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_only_draws_of_a_training_are_recorded_on_request():
+    """The one outside of modules is noise for training, unless it comes from a generator of its own."""
+    model = nn.Sequential(nn.Dropout(0.5))
+    with watching_draws(model, CPU, only_training=True) as watch:
+        with torch.no_grad():
+            model(ACTIVATION.clone())
+            model.eval()
+            torch.rand(2)
+        model.train()
+        torch.randn(3, generator=torch.Generator().manual_seed(1))
+        assert (watch.draws, watch.hidden) == ([], False)
+        torch.rand(2)
+        with torch.no_grad():
+            masked(ACTIVATION)
+        model(ACTIVATION.clone())
+    assert [draw.module for draw in watch.draws] == ["", "", "0"]

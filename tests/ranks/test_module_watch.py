@@ -307,7 +307,7 @@ class Settings(nn.Module):
         super().__init__()
         self.eps, self.gain, self.scale, self.shift = 1e-5, 2.0, 0.5, 0.1
         self.started, self.last, self.use_cache, self.calls = 3.5, 0.0, True, 0
-        self.is_causal = True
+        self.is_causal = self.verbose = True
 
     @property
     def doubled(self) -> float:
@@ -322,6 +322,6 @@ class Settings(nn.Module):
         return inner(x) * self.doubled / self.eps if self.use_cache else x
 
 
-def test_settings_are_what_the_class_reads_and_flags_that_others_may_read_but_not_what_the_forward_writes():
+def test_settings_are_what_the_class_reads_or_attention_does_and_no_forward_writes():
     settings = describe_modules(Settings())[""].settings
     assert settings == {"eps": "1e-05", "gain": "2.0", "scale": "0.5", "shift": "0.1", "is_causal": "True"}

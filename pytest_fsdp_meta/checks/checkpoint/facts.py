@@ -73,6 +73,10 @@ class RankResumed:
     """The outermost modules that act by their mode and run in ``eval()`` in these steps."""
     kept: tuple[str, ...] = ()
     """The modules of frozen parts that are in ``eval()`` after these steps, and that act by their mode."""
+    resting: tuple[str, ...] = ()
+    """All modules that are in ``eval()`` then."""
+    dropouts: Mapping[str, float] = field(default_factory=dict)
+    """The settings of dropouts then, by module and attribute."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
     rounded: Mapping[str, str] = field(default_factory=dict)

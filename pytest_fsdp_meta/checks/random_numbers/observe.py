@@ -27,6 +27,7 @@ from pytest_fsdp_meta.ranks.generators import (
     seed_of,
     set_states,
 )
+from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.torch_private import (
     TorchDispatchMode,
@@ -40,15 +41,23 @@ from pytest_fsdp_meta.worlds import SEED, Rank
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
-    """Record the operators that draw random numbers. Compiled modules run eagerly, where their operators are seen."""
+    """Record the operators that draw random numbers. Compiled modules run eagerly, where their operators are seen.
+
+    With ``only_training``, no draws of an evaluation are recorded, nor those of a generator of its own outside of all
+    modules, whose noise may be meant to be fixed.
+    """
 
     # Without this attribute, flex attention and other higher-order operators refuse to run.
     supports_higher_order_operators = True
 
-    def __init__(self, model: Module, device: torch.device) -> None:
+    def __init__(self, model: Module, device: torch.device, only_training: bool = False) -> None:
         super().__init__()
+        self._only_training = only_training
         self.draws: list[Draw] = []
         self._device = device
+        self._model = unwrapped(model)
+        self._evaluated: set[str] = set()
+        """Kinds of generators from which an evaluation has drawn."""
         self.running = RunningModule(model)
         self._calls: Counter[str] = Counter()
         self._unapplied: dict[int, tuple[int, Tensor]] = {}
@@ -59,7 +68,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
     @property
     def hidden(self) -> bool:
         """Whether a generator has advanced although no operator was seen to draw from it."""
-        seen = {draw.generator for draw in self.draws}
+        seen = {*self._evaluated, *(draw.generator for draw in self.draws)}
         return any(kind not in seen for kind in changed_generators(self._first, read_states(self._device)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +102,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         made = list(tensors_in(out))
         if not made:
             return out  # DTensor tries a new operator on fake tensors first, which draws nothing
-        for kind in changed_generators(before, self._states(own)):
+        drawn = changed_generators(before, self._states(own))
+        recorded = self._records(own is not None)
+        self._evaluated.update(() if recorded else drawn)
+        for kind in drawn if recorded else ():
             module = self.running.name
             self.draws.append(
                 Draw(
@@ -118,6 +130,15 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         self._dtensor_operator = None
         return out
 
+    def _records(self, by_own_generator: bool) -> bool:
+        """Return whether a draw of now is recorded."""
+        if not self._only_training:
+            return True
+        if self.running.is_inside:
+            return self.running.is_learning
+        evaluates = not self._model.training and not torch.is_grad_enabled() and not is_in_backward()
+        return not by_own_generator and not evaluates
+
     def _states(self, own: Any) -> States:
         return read_states(self._device) if own is None else {OWN_GENERATOR: own.get_state()}
 
@@ -138,9 +159,9 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
 
 
 @contextmanager
-def watching_draws(model: Module, device: torch.device) -> Iterator[DrawWatch]:
+def watching_draws(model: Module, device: torch.device, only_training: bool = False) -> Iterator[DrawWatch]:
     """Watch the draws of the block, with the modules of the model that they run in."""
-    watch = DrawWatch(model, device)
+    watch = DrawWatch(model, device, only_training)
     with watch.running.watching(), watch:
         yield watch
 

@@ -186,6 +186,8 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
     found: dict[str, list[tuple[int, Mismatch]]] = {}
     for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
         for name, old, new in changes(saved.beside, loaded.beside):
+            if name.endswith(CALLS):
+                continue
             mismatch = _describe_beside(name, old, new, saved, loaded)
             found.setdefault(name, []).append((rank, mismatch))
     for name in [name for name in found if name not in by_rank]:
@@ -195,6 +197,10 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
             f"{first_of(by_rank)} differs between the ranks, and torch.distributed.checkpoint keeps one rank's value; "
             "declare Subject(save=..., resume=...) that keep each rank's"
         )
+
+
+CALLS = "._step_count"
+"""How torch's schedulers count calls, to warn of a wrong order; the schedule does not depend on it."""
 
 
 def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
@@ -311,9 +317,13 @@ def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Seque
     in_eval = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
     for name, ranks in ranks_by(in_eval).items():
         yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_LEFT_IN_EVAL)
-    woken = ((rank, name) for rank, (old, new) in pairs for name in old.kept if name not in new.kept)
+    woken = ((rank, name) for rank, (old, new) in pairs for name in old.kept if name not in new.resting)
     for name, ranks in ranks_by(woken).items():
         yield Finding(name, ranks, "in train() after resuming", "in eval(), as uninterrupted", **_WOKEN)
+    dropping = ((rank, change) for rank, (old, new) in pairs for change in _other_dropouts(old, new))
+    for (name, fraction, due), ranks in ranks_by(dropping).items():
+        actual, expected = f"is {fraction:g} after resuming", f"{due:g}, as uninterrupted"
+        yield Finding(name, ranks, actual, expected, **_OTHER_DROPOUT)
     thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
     froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
     for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
@@ -326,6 +336,12 @@ def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Seque
             yield Finding(second, ranks, actual, "tied to it, as before saving", **_UNTIED)
 
 
+def _other_dropouts(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, float, float]]:
+    for name, due in before.dropouts.items():
+        if (fraction := after.dropouts.get(name, due)) != due:
+            yield name, fraction, due
+
+
 def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, str]]:
     together = {name: group for group in after.tied for name in group}
     for first, *others in before.tied:
@@ -335,6 +351,10 @@ def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str,
 _LEFT_IN_EVAL: Explanation = {
     "cause": "resume() leaves the model in eval(), and train_step does not call train()",
     "remedy": "call model.train() at the beginning of each step, or at the end of resume()",
+}
+_OTHER_DROPOUT: Explanation = {
+    "cause": "resume() sets the fraction of this dropout, or builds its module again with other settings",
+    "remedy": "build it from the settings of the first run, and leave them as they are",
 }
 _WOKEN: Explanation = {
     "cause": "resume() calls train() of the whole model, also of parts that the loader has put into eval()",

@@ -132,7 +132,10 @@ _CHANGED = either(
     "_extra_state",
     needs=["inventory", "saved", "restored"],
     uses=["continued", "resumed"],
-    after=[*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"],
+    after=[
+        *(*SOUND, "frozen_weights_stay_frozen", "replicas_stay_equal"),
+        *("state_dict_names_clean", "load_is_repeatable"),
+    ],
     why="A checkpoint that cannot be restored is noticed only when it is needed.",
     cause=_CHANGED["cause"],
     remedy=_CHANGED["remedy"],
@@ -145,8 +148,8 @@ def dcp_round_trip(view: View) -> Iterable[Finding]:
     yield from _not_restored(view, before, evidence.restored or (), diverging)
     if diverging:
         raise PartlyJudged(
-            f"ranks hold different values of {first_of(diverging)} in the same place of the tensor, and "
-            "torch.distributed.checkpoint keeps only one of them; declare Subject(save=..., resume=...)"
+            f"ranks hold different values of {first_of(diverging)} in the same place of the tensor, and a checkpoint "
+            "keeps only one of them; for a buffer of each rank's own, declare Subject(save=..., resume=...)"
         )
     left = [
         name
@@ -241,15 +244,15 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[st
 def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     """Return the tensors with different values in the same place on several ranks; torch's checkpoint keeps only one.
 
-    Empty if the author saves without torch, or if nothing was saved.
+    An author who saves without torch may keep each rank's buffers; replicas of a parameter are one in any checkpoint.
     """
-    if "save" in view.evidence.subject.declared or not before:
-        return []
+    kinds = {"parameter"} if "save" in view.evidence.subject.declared else {"parameter", "buffer"}
     places: dict[tuple[str, object], set[str]] = {}
     for rank in view.evidence.inventory:
-        for name, digest in before[rank.rank].tensors.items():
-            if name in rank.by_name and rank.by_name[name].numel:
-                places.setdefault((name, rank.by_name[name].regions), set()).add(digest)
+        for name, digest in before[rank.rank].tensors.items() if before else ():
+            tensor = rank.by_name.get(name)
+            if tensor is not None and tensor.kind in kinds and tensor.numel:
+                places.setdefault((name, tensor.regions), set()).add(digest)
     return list(dict.fromkeys(name for (name, _), digests in places.items() if len(digests) > 1))
 
 

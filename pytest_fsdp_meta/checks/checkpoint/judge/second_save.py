@@ -106,15 +106,20 @@ def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | Non
 
 
 def _compare_rest(view: View, ranks: Sequence[_Saves]) -> Iterator[Finding]:
-    """Compare what is not of one parameter: the extra state of modules, and the settings of the optimizer's groups.
+    """Compare what is not of one parameter: extra state, what is beside the model, and settings of the optimizer.
 
-    Both are judged where the first checkpoint restored them; another check reports where it did not.
+    They are judged where the first checkpoint restored them; another check reports where it did not.
     """
     for key in dict.fromkeys(key for rank in ranks for key in rank.second.model.extra):
         values = [[run.model.extra.get(key) for run in rank] for rank in ranks]
         stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
         if stale:
             yield Finding(key, stale, "the second save has the state of the first", "the current state")
+    for entry in dict.fromkeys(entry for rank in ranks for entry in rank.second.beside):
+        values = [[run.beside.get(entry) for run in rank] for rank in ranks]
+        stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
+        if stale:
+            yield Finding(entry, stale, "the second save has the values of the first", CURRENT)
     settings = ((rank, found) for rank, saves in enumerate(ranks) for found in _stale_settings(saves))
     yield from view.findings_for(None, settings)
 

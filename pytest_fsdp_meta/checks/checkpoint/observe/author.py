@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import call_field
-from pytest_fsdp_meta.ranks.joined_optimizer import JoinedOptimizer
-from pytest_fsdp_meta.ranks.optimizers import built_optimizer
+from pytest_fsdp_meta.ranks.optimizers import handed_over
 from pytest_fsdp_meta.worlds import current, doing
 
 LEFT_RUNNING = "left running"
@@ -28,12 +27,8 @@ def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folde
     """Call ``save`` or ``resume``; where only the model is saved, all but model and folder is None."""
     function = getattr(subject, field)
     kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
-    # The optimizers in an author's container have no state dict in common, and a framework's wrapper is what its author
-    # has: it is handed over as it is to train_step.
-    built = optimizer is not None and built_optimizer(subject) is optimizer
-    handed = subject.optimizer if built or isinstance(optimizer, JoinedOptimizer) else optimizer
     before = _running()
-    call_field(field, function, subject.model, handed, folder, **kept)
+    call_field(field, function, subject.model, handed_over(subject, optimizer), folder, **kept)
     current().state.setdefault(LEFT_RUNNING, set()).update(_running() - before)
 
 

@@ -6,7 +6,8 @@ Saving and loading use the author's ``Subject(save=..., resume=...)`` where decl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,12 @@ from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice, calling_torch, has_stages
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, train_optimizer
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION
+from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer, train_optimizer
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
+from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
+from pytest_fsdp_meta.ranks.torch_private import without_step_hooks
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
@@ -173,8 +176,15 @@ def train_on(steps: Sequence[int]) -> Mapping[str, Any]:
     modes = ModeWatch(subject.model)
     with modes.watching():
         run = _train(rank, subject, steps, until_loss=True)
-    seen = {"evaluating": modes.ran_in_eval(), "kept": kept_by_mode(subject.model)}
-    return {"losses": tuple(run.losses), "rates": tuple(run.rates), **seen}
+    resting = tuple(name for name, module in innermost_modules(subject.model).items() if not module.training)
+    return {
+        "losses": tuple(run.losses),
+        "rates": tuple(run.rates),
+        "evaluating": modes.ran_in_eval(),
+        "kept": kept_by_mode(subject.model),
+        "resting": resting,
+        "dropouts": dropout_fractions(subject.model),
+    }
 
 
 # Saving and loading.
@@ -228,7 +238,8 @@ def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: B
         state, groups = states["optimizer"]["state"], states["optimizer"]["param_groups"]
         # torch refuses a state dict that lacks a trainable parameter.
         state.update({name: {} for group in groups for name in group["params"] if name not in state})
-        set_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer), states["optimizer"])
+        with _stepping_silently(optimizer):
+            set_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer), states["optimizer"])
         for parameter in [parameter for parameter, own in optimizer.state.items() if not own]:
             del optimizer.state[parameter]
     if beside is not None:
@@ -250,8 +261,18 @@ def _drop_unsaved(state: dict[str, Any], folder: Path) -> None:
 def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        states["optimizer"] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
+        with _stepping_silently(optimizer):
+            states["optimizer"] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
     return states
+
+
+@contextmanager
+def _stepping_silently(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out the hooks of the optimizer's step: torch's functions step one without state, and no training does."""
+    with ExitStack() as stack:
+        for part in parts_of_optimizer(optimizer):
+            stack.enter_context(without_step_hooks(computing_optimizer(part)))
+        yield
 
 
 def _overwrite(

@@ -53,8 +53,8 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
                 name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
     found = list(_wrong_gradients(view, runs, recorded, "accumulated", _AT_THE_END, _STAYS_OFF, _OVERWRITTEN))
-    changing = next(changed_by_forward(view), None)
-    if found and changing is not None:
+    changing = next(iter(view.reference.changed_by_forward), "")
+    if found and changing:
         raise NotJudged(
             f"every forward changes {changing}, and accumulation takes more forwards than the reference for the same "
             "rows"
@@ -94,20 +94,12 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     refusing = "train_step refuses half of the rows of a batch"
     recorded = _recorded([run.short for run in runs], refusing, ", so no step can be half as long")
     found = list(_wrong_gradients(view, runs, recorded, "short", _SHORT, _NEVER_LAST, _FULL_SIZE))
-    changing = next(changed_by_forward(view), None)
-    if found and changing is not None:
+    changing = next(iter(view.reference.changed_by_forward), "")
+    if found and changing:
         raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
     if found and view.failed:
         raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
     yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
-
-
-def changed_by_forward(view: View) -> Iterator[str]:
-    """Yield the buffers, and other untrained tensors, that change in the reference."""
-    after = view.reference.after
-    for tensor in view.reference_inventory.tensors:
-        if after is not None and not tensor.requires_grad and after.by_name[tensor.name].digest != tensor.digest:
-            yield tensor.name
 
 
 def _comparisons(

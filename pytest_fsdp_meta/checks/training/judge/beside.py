@@ -9,7 +9,12 @@ from pytest_fsdp_meta.checks.training.facts import RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, require_no_other_cause
+from pytest_fsdp_meta.judging.gates import (
+    BEFORE_UPDATES,
+    comparable_training,
+    describe_later_steps,
+    require_no_other_cause,
+)
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
@@ -53,7 +58,11 @@ def beside_parity(view: View) -> Iterable[Finding]:
     judged = {name: pairs for name, pairs in cases.items() if name not in untrained}
     found = [finding for name, pairs in judged.items() for finding in _judge_entry(view, limits, name, pairs)]
     if found:
-        require_no_other_cause(view, f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})")
+        message = f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})"
+        require_no_other_cause(view, message)
+        if otherwise := describe_later_steps(view):
+            yield from (finding for finding in found if finding.actual == STILL)
+            raise PartlyJudged(f"{message}: {otherwise}")
         yield from found
     yield from _rounded_away(runs)
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
@@ -78,7 +87,7 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
     still = tuple(rank for rank, c in pairs if c.measure is not None and c.measure.truth and not c.measure.actual)
     if still and any(limits.exceeded(rank, c) for rank, c in pairs):
         explanation = _NEVER_UPDATED if len(still) == len(pairs) else _UPDATED_ON_SOME
-        yield Finding(name, still, "does not move", "updated after each step", **explanation)
+        yield Finding(name, still, STILL, "updated after each step", **explanation)
         return
     if len(pairs) < len(view.evidence.training or ()):
         kept = dict(pairs)
@@ -126,6 +135,7 @@ def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
             yield Finding(name, ranks, actual, "moved in most of them", cause=cause, remedy=_KEEP_FLOAT)
 
 
+STILL = "does not move"
 FOLLOWED = 0.1
 """Share of the elements that move in the parameters: an average in which fewer move stands still."""
 _KEEP_FLOAT = "keep it in float32, and cast it where it is evaluated or exported"
@@ -140,8 +150,8 @@ def _moves_here_alone(pairs: Sequence[tuple[int, Comparison]]) -> bool:
 
 def _describe_factor(cases: Sequence[tuple[int, Comparison]]) -> str:
     """Describe how far it moved if that is a multiple of the reference's, alike on all ranks."""
-    factors = {f"{c.measure.factor:.3g}" for _, c in cases if c.measure is not None and c.measure.residual < 0.05}
-    if len(factors) == 1:
+    factors = {f"{c.measure.factor:.4g}" for _, c in cases if c.measure is not None and c.measure.residual < 0.05}
+    if len(factors) == 1 and factors != {"1"}:
         return f"moves {factors.pop()} times as far as the reference's"
     return "moves otherwise than the reference's"
 

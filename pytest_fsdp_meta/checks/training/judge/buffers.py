@@ -204,17 +204,17 @@ def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Case
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
-    _, meaning = number_of(view, runs, factor, name)
+    number, meaning = number_of(view, runs, factor, name)
     if meaning and factor.startswith("1/"):
         return {
-            "cause": f"each rank counts its own rows only: {meaning} is what is missing",
+            "cause": f"each rank counts its own rows only: {number} is {meaning}",
             "remedy": "reduce over the data-parallel ranks; or register it with persistent=False if it is each rank's "
             "own, because a checkpoint keeps one rank's only",
         }
     causes, remedies = [], []
     if meaning:
-        causes.append(f"it is summed over the ranks where the reference has a mean: {meaning} is the factor")
-        remedies.append(f"divide by {meaning} after the reduction")
+        causes.append(f"it is summed over the ranks where the reference has a mean: {number} is {meaning}")
+        remedies.append(f"divide by {number} after the reduction")
     if factor == "2":
         causes.append("it is updated twice in a step: activation checkpointing runs the forward again in backward")
         remedies.append("update it outside of the checkpointed forward, for example in a hook of the optimizer's step")

@@ -13,6 +13,8 @@ from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwar
 from pytest_fsdp_meta.judging.multiples import SLIGHT, number_of
 from pytest_fsdp_meta.judging.view import View
 
+SAME_NORM = 0.02
+"""Relative: a norm that differs by less is that of the gradients before clipping."""
 SAME_SUM = 0.01
 """Absolute: a sum of rounded factors that differs by less from 1 is 1."""
 
@@ -63,8 +65,6 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
             "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
         }
-    if "max_grad_norm" in view.evidence.subject.declared:
-        return NOT_CLIPPED
     if "train_step" in view.evidence.subject.declared:
         return _SCALED_BY_STEP
     return {
@@ -105,6 +105,26 @@ def _tied_only_here(view: View, name: str) -> bool:
     """Return whether the model ties the parameter to one that the reference does not tie it to."""
     own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
     return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
+
+
+def explain_clipping(view: View, factor: str, by_factor: Mapping[str, Cases]) -> Explanation:
+    """Explain a factor of gradients that the reference clips: what it is before clipping does not show. Else {}."""
+    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
+    if bound is None or norm is None or factor in ("", "0"):
+        return {}
+    if explanation := explain_own_norms(by_factor):
+        return explanation
+    if not norm > bound or "clip_grad_norm" in view.evidence.subject.declared:  # perhaps by another norm
+        return NOT_CLIPPED
+    actual = float(Fraction(factor)) * bound
+    if abs(actual / norm - 1) < SAME_NORM:
+        cause = f"their norm is {norm:.3g}, as before clipping: train_step does not clip to max_grad_norm={bound:g}"
+    else:
+        cause = (
+            f"their norm is {actual:.3g}, and max_grad_norm is {bound:g}: train_step clips to another bound or by "
+            "another norm, or scales the gradients after clipping"
+        )
+    return {"cause": cause, "remedy": NOT_CLIPPED["remedy"]}
 
 
 def explain_own_norms(by_factor: Mapping[str, Cases]) -> Explanation:

@@ -14,10 +14,9 @@ from pytest_fsdp_meta.checks.training.judge.backward import (
 )
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
-    NOT_CLIPPED,
+    explain_clipping,
     explain_factor,
     explain_other,
-    explain_own_norms,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
@@ -239,9 +238,10 @@ def _describe_wrong(
         by_factor.setdefault(text, []).append((rank, c))
     for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
-        if explanation is NOT_CLIPPED:
-            explanation = explain_own_norms(by_factor) or NOT_CLIPPED
+        explanation = explain_clipping(view, text, by_factor)
+        explanation = explanation or (
+            explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
+        )
         actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
         detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
@@ -268,7 +268,8 @@ _MISSING: Explanation = {
 }
 _REDUCTION_OFF: Explanation = {
     "cause": "no parameter has a gradient: the reduction is turned off and never on again "
-    "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), or the loss depends on no parameter",
+    "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), train_step calls zero_grad() between the "
+    "backward and the step, or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
 }
 _OF_WHOLE_STEPS = frozenset({BY_STEP["cause"], BY_STEP["cause_alone"], BY_STEP["cause_sharded"]})

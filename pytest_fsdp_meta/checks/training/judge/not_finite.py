@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
+from pytest_fsdp_meta.judging.gates import EXPLAINING_CHECKS
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import name_ranks
 
 
@@ -16,7 +16,7 @@ from pytest_fsdp_meta.text import name_ranks
     "skipped has no effect on the next step",
     needs=["inventory", "not_finite"],
     fields=["train_step"],
-    after=BLOCKING_CHECKS,
+    after=EXPLAINING_CHECKS,
     why="After one bad batch, ranks that have made the step hold other weights than those that have skipped it, or "
     "wait for gradients that the others never reduce.",
     cause="each rank decides by its own loss whether it skips the step",
@@ -51,6 +51,8 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
             yield Finding(None, skipped, "the step is skipped, and other ranks make it", MADE_OR_SKIPPED, detail)
             return
         if made and step:
+            if view.failed:
+                raise Blocked(f"a step is made in which a rank has NaN, {view.attribute_to(view.failed)}")
             actual = "the step is made, although it is skipped where rank 0 has NaN"
             yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
     kept = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.kept)

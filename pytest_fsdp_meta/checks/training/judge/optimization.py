@@ -143,9 +143,18 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
             rank for rank, t in frozen if name in after[rank].by_name and _changed(after[rank], t.name, t.digest)
         )
         if moved:
-            yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values")
+            runs = view.evidence.training or ()
+            explanation = _WRITTEN_BY_STEP if all(name in runs[rank].buffers.written for rank in moved) else {}
+            yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values", **explanation)
     if not judged:
         raise NotJudged("nothing is frozen")
+
+
+_WRITTEN_BY_STEP: Explanation = {
+    "cause": "train_step itself writes to it, outside of the optimizer's step",
+    "remedy": "if it follows the trained weights on purpose, as a target network does, move it in a hook of the "
+    "optimizer's step, which runs on the reference as well; else put it back as it was",
+}
 
 
 def _moving_in_reference(view: View) -> set[str]:

@@ -36,6 +36,8 @@ from pytest_fsdp_meta.text import counted
 MOST_PERPENDICULAR = 0.35
 """Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
 If only the signs agree, the part is about 0.6."""
+CLEAR = 0.1
+"""Fraction: a factor that leaves more of an update unexplained is no number of ranks."""
 SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
 _SETTINGS = either(
@@ -124,8 +126,9 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)
             explanation = _explain_settings(view, runs, name, ranks) or explain_rates(view, runs, ranks)
-            explanation = explanation or _explain_counted(runs, ranks)
-            if factor and not explanation:
+            explanation = explanation or _explain_written(runs, name, ranks) or _explain_counted(runs, ranks)
+            clear = all(c.measure is not None and c.measure.residual < CLEAR for _, c in alike_cases)
+            if factor and clear and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
             explanation = explanation or explain_hooks_left_out(view)
             explanation = explanation or (_STEP if _knows_settings(view, runs, name, ranks) else _SETTINGS)
@@ -187,6 +190,18 @@ def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Expl
         "with zero gradients created its state, as torch's get_optimizer_state_dict does, so AdamW corrects the first "
         "moments as those of a later step",
         "remedy": "set each step in optimizer.state back to 0 after creating the state, or load a state instead",
+    }
+
+
+def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain an update of a parameter that train_step itself writes to on all these ranks; else return {}."""
+    if not all(name in runs[rank].buffers.written for rank in ranks):
+        return {}
+    return {
+        "cause": "train_step itself writes to it outside of the optimizer's step, which the reference does not, or "
+        "swaps it for an evaluation and does not put it back",
+        "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
+        "what an evaluation swaps",
     }
 
 

@@ -7,21 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.training.observe.beside import Beside
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
-from pytest_fsdp_meta.ranks.optimizers import built_optimizer
+from pytest_fsdp_meta.ranks.optimizers import handed_over
 from pytest_fsdp_meta.text import counted
 from pytest_fsdp_meta.worlds import current
+
+
+class AuthorStep(NamedTuple):
+    """A step's loss, how many backwards it ran, and the learning rates that the optimizer stepped with."""
+
+    loss: Tensor | float
+    backwards: int
+    rates: tuple[float, ...] = ()
+    """Empty if they were those from before the step."""
 
 
 def run_author_step(
@@ -33,8 +42,8 @@ def run_author_step(
     beside: Beside,
     gradient_scale: float = 1.0,
     buffers: BufferWatch | None = None,
-) -> tuple[Tensor | float, int]:
-    """Call ``Subject(train_step=...)`` for step ``number``; return the loss and how many backwards it ran.
+) -> AuthorStep:
+    """Call ``Subject(train_step=...)`` for step ``number``.
 
     It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
     gradients are multiplied by ``gradient_scale``. ``buffers`` hears of backwards and of the optimizer's steps.
@@ -44,10 +53,12 @@ def run_author_step(
     steps: list[Optimizer] = []
     errors: list[Exception | None] = []
     """What ``observe`` raised, once it was called."""
+    rates: list[tuple[float, ...]] = []
 
     def before_step(part: Optimizer) -> None:
         steps.append(part)
         if not errors:
+            rates.append(rates_of(optimizer))
             errors.append(_error_of(observe))
         buffers.begin()
 
@@ -70,15 +81,14 @@ def run_author_step(
             raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
     if problem := _describe_no_loss(loss):
         raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number")
-    return loss if isinstance(loss, Tensor) else float(loss), len(backwards)
+    return AuthorStep(loss if isinstance(loss, Tensor) else float(loss), len(backwards), rates[0])
 
 
 def call_author_step(subject: Subject, optimizer: Optimizer, rows: dict[str, Any], beside: Beside) -> Any:
     """Call ``Subject(train_step=...)`` with what its parameters ask for; return what it returns."""
     assert subject.train_step is not None
-    # A framework's step goes through its own wrapper, if the loader built one.
-    handed = optimizer if built_optimizer(subject) is None else subject.optimizer
     by_name = beside.arguments(subject, subject.train_step)
+    handed = handed_over(subject, optimizer)
     return call_field("train_step", subject.train_step, subject.model, handed, rows, **by_name)
 
 

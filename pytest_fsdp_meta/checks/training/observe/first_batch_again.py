@@ -25,6 +25,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import persistent_buffers
 from pytest_fsdp_meta.checks.values.observe import compare_gradients
 from pytest_fsdp_meta.evidence import Accumulation, Comparison
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -118,7 +119,7 @@ class FirstBatchAgain:
 
         try:
             # Gradients that are not clipped follow: the reference, which makes no short step, has the same weights.
-            with beside.kept_schedule(optimizer), _kept_weights(subject.model) if clips else nullcontext():
+            with beside.kept_schedule(optimizer), _kept_values(subject.model, weights=clips):
                 watched, self.memory = observe_step_memory(subject, run)
                 seen = watched or run(nullcontext())
         except (CallFailed, SubjectError) as error:
@@ -138,7 +139,8 @@ class FirstBatchAgain:
             return ()
         seen = _GradientsOfStep(subject.model, self.records["accumulated"], small=True)
         beside: Beside = rank.state["beside"]
-        with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer):
+        kept = _kept_values(subject.model, weights=False)
+        with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer), kept:
             for _ in range(2):
                 train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
                 seen.gradient_scale /= SCALING
@@ -161,9 +163,10 @@ class FirstBatchAgain:
 
 
 @contextmanager
-def _kept_weights(model: Module) -> Iterator[None]:
-    """Give the trainable parameters their values back at the end."""
-    before = copy_shards(model)
+def _kept_values(model: Module, weights: bool) -> Iterator[None]:
+    """Give the persistent buffers, and with ``weights`` the trainable parameters, their values back at the end."""
+    before = copy_shards(model) if weights else {}
+    before |= {name: local_part(tensor).clone() for name, tensor in persistent_buffers(model)}
     try:
         yield
     finally:
@@ -171,7 +174,7 @@ def _kept_weights(model: Module) -> Iterator[None]:
         parts = parts_of(model)
         with torch.no_grad():
             for name, _, tensor in named_tensors(model):
-                if name in before:
+                if name in before and before[name].shape == local_part(parts.of(name, tensor).local).shape:
                     local_part(parts.of(name, tensor).local).copy_(before[name])
 
 

@@ -40,8 +40,8 @@ from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_sin
 from pytest_fsdp_meta.evidence import ReferenceFacts
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, rows_of_step, scalar
-from pytest_fsdp_meta.ranks.generators import drew_since, read_all, seed_all
-from pytest_fsdp_meta.ranks.inventory import drop_gradients, take_inventory
+from pytest_fsdp_meta.ranks.generators import seed_all
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
 from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms, comparable_modes, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import hooks_left_out, make_optimizer, settings_of
 from pytest_fsdp_meta.ranks.reference_record import Record, RecordWriter, record_at
@@ -183,6 +183,7 @@ def _train_and_record(
         after=after,
         hooks_left_out=left_out,
         settings=settings,
+        changed_by_forward=first.changed_by_forward,
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
         used=first.used,
@@ -258,6 +259,7 @@ class _RecordedSteps(StepObserver):
         """The parameters of modules that did not run in the first step."""
         self.used: tuple[str, ...] = ()
         """The others, in the order of first use."""
+        self.changed_by_forward: tuple[str, ...] = ()
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         if self.idle is not None:
@@ -276,10 +278,16 @@ class _RecordedSteps(StepObserver):
         with ExitStack() as hooks:
             for module in filter(takes_hooks, self._model.modules()):
                 hooks.callback(module.register_forward_pre_hook(note).remove)
-            before = read_all(current().device)
-            loss = super().loss_of(subject, rows)
-        if not self._may_draw and drew_since(before, current().device):
-            raise _DrawsInTraining
+            if self._may_draw:
+                loss = super().loss_of(subject, rows)
+            else:
+                with watching_draws(self._model, current().device) as watch:
+                    loss = super().loss_of(subject, rows)
+                if watch.draws or watch.hidden:
+                    raise _DrawsInTraining
+        untrained = ((name, t) for name, _, t in named_tensors(self._model) if not t.requires_grad)
+        changed = changed_since(Record(record_at(self._folder, "values")), untrained)
+        self.changed_by_forward = tuple(name for name, _ in changed)
         named = list(parameters_of(self._model))
         self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
         places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
-from pytest_fsdp_meta.checks.training.observe.author_step import run_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import AuthorStep, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
@@ -109,13 +109,14 @@ def train(
             run.batches.append(batch_digest(batch))
             rows = own_rows(batch, step, data_parallel, device)
             run.labels.append(count_labels(rows))
-            run.rates.append(() if optimizer is None else rates_of(optimizer))
             seed_all(SEED + step)
             ended = until_loss and number == len(steps) - 1 and step_of is _plain_step
             updating = None if ended else optimizer
+            rates_before = () if optimizer is None else rates_of(optimizer)
             with observer.around(number):
-                loss, backwards = step_of(subject, updating, rows, number, observer, beside)
+                loss, backwards, rates = step_of(subject, updating, rows, number, observer, beside)
             run.backwards.append(backwards)
+            run.rates.append(rates or rates_before)
             run.losses.append(scalar(loss) if isinstance(loss, Tensor) else loss)
             run.loss_dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else UNKNOWN_DTYPE
             if updating is not None:
@@ -128,8 +129,7 @@ def train(
 
 def _plain_step(
     subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver, _: Beside
-) -> tuple[Tensor, int]:
-    """Return the loss, and how many backwards ran."""
+) -> AuthorStep:
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
@@ -141,7 +141,7 @@ def _plain_step(
         observer.after_backward(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss.detach(), int(optimizer is not None)
+    return AuthorStep(loss.detach(), int(optimizer is not None))
 
 
 def _author_step(
@@ -151,7 +151,7 @@ def _author_step(
     number: int,
     observer: StepObserver,
     beside: Beside,
-) -> tuple[Tensor | float, int]:
+) -> AuthorStep:
     assert optimizer is not None
     with observer.during_forwards():
         look = partial(observer.after_backward, number)

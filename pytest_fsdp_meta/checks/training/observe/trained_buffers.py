@@ -18,16 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_fsdp_meta.checks.values.observe import all_equal, comparable, compare, length, measure, read_part
 from pytest_fsdp_meta.evidence import Comparison, Measure
 from pytest_fsdp_meta.loader.adapter import Part
-from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors, non_persistent, unwrapped
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array
-from pytest_fsdp_meta.ranks.torch_private import is_replicated
+from pytest_fsdp_meta.ranks.torch_private import is_replicated, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 
 
 class BufferWatch:
-    """Counts the forwards of the author's steps, and finds the persistent buffers that the steps change by themselves.
+    """Counts the forwards of the author's steps, and finds what the steps change by themselves.
+
+    Of persistent buffers it is the values, of parameters, which are too large for copies, that they are written to.
 
     Forwards, backwards and steps of the optimizer run in the reference as well, with the optimizer's hooks; what
     changes between them changes on the ranks only, and so does what an evaluation within the step changes.
@@ -40,6 +42,8 @@ class BufferWatch:
         self.at_once = False
         """Whether the first step changed any of them before its first forward."""
         self.by_evaluation: dict[str, None] = {}
+        self.written: dict[str, None] = {}
+        """The parameters."""
         self._model = model
         self._whole = unwrapped(model)  # a trainer may call its wrapper or, as model.module, the model itself
         self._begun = False
@@ -49,11 +53,16 @@ class BufferWatch:
         """Copies from when the last of them ended, or the evaluation began."""
         self._first: dict[str, Tensor] = {}
         """Copies from before the first step."""
+        self._parameters: list[tuple[str, Tensor]] = []
+        self._writes: list[int] = []
+        """How often each has been written to when the last of them ended."""
 
     @contextmanager
     def during(self) -> Iterator[None]:
         """Look at one step of the author's, whose backwards and optimizer call ``begin`` and ``end``."""
         self._running = 0
+        named = named_tensors(self._model)  # FSDP2 may give the modules others while they are gathered
+        self._parameters = [(name, tensor) for name, kind, tensor in named if kind == "parameter"]
         self._keep()
         self._first = self._first or dict(self._kept)
         with ExitStack() as hooks:
@@ -64,12 +73,15 @@ class BufferWatch:
             yield
             self.begin()
         self._kept.clear()
+        self._parameters.clear()
 
     def begin(self) -> None:
         """Look for changes since the last event, if this one is not within another."""
         self._running += 1
         if self._running == 1:
             self.by_step |= self._changed()
+            pairs = zip(self._parameters, self._count_writes(), self._writes, strict=True)
+            self.written |= {name: None for (name, _), now, kept in pairs if now != kept}
             self.at_once |= bool(self.by_step) and not self._begun
             self._begun = True
 
@@ -118,8 +130,16 @@ class BufferWatch:
             self.by_evaluation |= self._changed()
         self.end()
 
+    def __deepcopy__(self, _: object) -> BufferWatch:
+        return self  # a step may copy a module with its hooks
+
     def _keep(self) -> None:
+        self._writes = self._count_writes()
         self._kept = {name: tensor.clone() for name, tensor in self._values()}
+
+    def _count_writes(self) -> list[int]:
+        # Those to a DTensor are not counted by its part, and the other way round.
+        return [write_count(tensor) + write_count(own_memory(tensor)) for _, tensor in self._parameters]
 
     def _changed(self) -> dict[str, None]:
         """Return the names of the buffers that differ from the copies."""

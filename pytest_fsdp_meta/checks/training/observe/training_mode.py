@@ -47,14 +47,13 @@ def observe_training_mode() -> RankTrainingMode:
             module.training = True
     doing("a step with dropout")
     set_all(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
-    modes = ModeWatch(subject.model)
+    modes, trains = ModeWatch(subject.model), any(p.requires_grad for p in subject.model.parameters())
     with ExitStack() as kept:
-        with modes.watching(), watching_draws(subject.model, rank.device) as watch:
+        with modes.watching(), watching_draws(subject.model, rank.device, trains) as watch:
             optimizer = _step_with_dropout(subject, rank, rows, kept)
             hidden = watch.hidden
         reshard(subject.model)
         after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
-        trains = optimizer is not None
         left, repeating = _compare_with_next_step(subject, rank, next_rows, modes, watch.draws, trains)
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
@@ -73,7 +72,7 @@ def _compare_with_next_step(
         return (), ()
     doing("a second step with dropout")
     next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
-    with next_modes.watching(), watching_draws(subject.model, rank.device) as watch:
+    with next_modes.watching(), watching_draws(subject.model, rank.device, trains) as watch:
         _step_with_dropout(subject, rank, rows)
     moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
     repeating = _repeated(draws, watch.draws, moved) or _returning(watch.draws, moved, begun, read_states(rank.device))
