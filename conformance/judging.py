@@ -23,6 +23,8 @@ KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt2")
 PRELOADED = ("fixtures.defects", "fixtures.forms", *(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS))
 """Modules that ranks inherit from the fork server. transformers imports an architecture when a model of it is built,
 which otherwise each rank would do."""
+DEVICE_MEMORY = 64 * 2**20
+"""Bytes of the device that a simulated rank would have: the steps of all forms fit."""
 MAY_SKIP = {
     "grad_norm_parity": "torch cannot compute the norm of these gradients",
     "shard_bytes_within_budget": "no parameter is sharded",
@@ -75,7 +77,7 @@ class LoaderJudge:
         With ``smaller``, what fails is judged once more in smaller worlds, as the plugin does.
         """
         if simulated:
-            spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh))
+            spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh), device_memory=DEVICE_MEMORY)
         else:
             spec = self._on_device(WorldSpec(mesh, device or self.device, timeout=timeout))
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)
