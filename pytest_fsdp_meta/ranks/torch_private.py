@@ -293,8 +293,8 @@ def refusing_objects(refuse: Callable[[str, BaseException | None], Exception]) -
     """Raise ``refuse(function, None)`` where a function of torch.distributed, as ``gather_object``, pickles objects.
 
     All of these functions pickle and unpickle by these two; the public ones may have been imported by name. A receiver
-    allocates as much as the sender says before it unpickles, which without a sender is any number: if that fails,
-    ``refuse`` also gets the error, because the call that it is about has ended by then.
+    allocates as much as the sender says before it unpickles, which without a sender is any number: if that fails, or is
+    refused, ``refuse`` also gets the error, because the call that it is about has ended by then.
     """
 
     def stop(*_: Any) -> Any:
@@ -309,7 +309,7 @@ def refusing_objects(refuse: Callable[[str, BaseException | None], Exception]) -
     ):
         try:
             yield
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:
             names = [
                 frame.f_code.co_name
                 for frame, _ in walk_tb(error.__traceback__)

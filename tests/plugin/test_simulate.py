@@ -357,6 +357,15 @@ ASKING = {
         "the loader calls all_reduce with values (test_it.py:*), which simulated ranks are alone with: leave it out "
         "where fsdp.simulated is true",
     ),
+    "value that was sent": (
+        "count = torch.zeros(1); dist.broadcast(count, 0); model = load(fsdp) if count * 2 > 64 else None",
+        "the loader reads (test_it.py:*) what broadcast (test_it.py:*) gets from other ranks, which simulated ranks "
+        "are alone with: leave it out where fsdp.simulated is true",
+    ),
+    "value of each rank": (
+        "count = torch.zeros(16); dist.all_to_all_single(count, torch.ones(16)); count.sum().item()",
+        "the loader reads (test_it.py:*) what all_to_all (test_it.py:*) gets from other ranks, which *",
+    ),
     "store": (
         'dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).get("ready")',
         "the loader calls get() of a store (test_it.py:*), which waits for other ranks; simulated ranks are alone: "

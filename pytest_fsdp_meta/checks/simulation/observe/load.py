@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
 GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
 """Collectives, by how their names begin, that give a rank what others have computed."""
+SENDING = ("broadcast", "scatter", "reduce_scatter", "all_to_all", "recv")
+"""Those that give it what one other has sent; often it is not looked at, as the values of a buffer."""
+READING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+"""Operators by which Python code looks at values."""
 MEMORY = 2 * 2**30
 """Bytes that a simulated rank may take for what has values, such as buffers and batches."""
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -79,7 +83,7 @@ def load_simulated(call: Call) -> Loaded:
         stack.enter_context(without_values("the loader", ON_META))
         stack.enter_context(refusing_objects(_refuse_objects))
         stack.enter_context(refusing_stores(_refuse_stores))
-        stack.enter_context(watching(_ReductionsOfValues()))
+        stack.enter_context(watching(_ReductionsOfValues(), _ValuesOfOthers()))
         stack.enter_context(cutting_own_shards())
         stack.enter_context(without_values_of_shapes(str(rank.shapes_folder)))
         returned = call_loader(loader, values)
@@ -183,6 +187,54 @@ class _ReductionsOfValues:
             )
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
+
+
+class _ValuesOfOthers:
+    """A watcher that refuses to read values which another rank would have sent, or what was computed from them."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[str, str, torch.UntypedStorage]] = {}
+        """Identity of a storage -> what would have sent its values, and where; the storage keeps the identity taken."""
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        op = _sending(func)
+        if op:
+            self._note((op, user_line(), tensor) for tensor in tree_leaves((args, kwargs)))
+        elif operator_name(func) in READING and (found := self._of((args, kwargs))):
+            raise Misuse(
+                f"the loader reads ({user_line()}) what {found[0]} ({found[1]}) gets from other ranks, which simulated "
+                "ranks are alone with: leave it out where fsdp.simulated is true"
+            )
+
+    def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        op, found = _sending(func), self._of(args)
+        if op or found:
+            name, place = found or (op, user_line())
+            self._note((name, place, tensor) for tensor in tree_leaves(out))
+
+    def _of(self, values: Any) -> tuple[str, str] | None:
+        if not self._sent:
+            return None
+        tensors = filter(_has_values, tree_leaves(values))
+        held = (self._sent.get(id(tensor.untyped_storage())) for tensor in tensors)
+        return next((found[:2] for found in held if found is not None), None)
+
+    def _note(self, sent: Iterable[tuple[str, str, Any]]) -> None:
+        for op, place, tensor in sent:
+            if _has_values(tensor):
+                storage = tensor.untyped_storage()
+                self._sent[id(storage)] = op, place, storage
+
+
+def _sending(func: Any) -> str:
+    """Return the collective, if this operator is one that gives a rank what another one has; else ""."""
+    name = operator_name(func)
+    op = "recv" if name.startswith("recv_") else OPS.get(name, "")
+    return op if func.namespace in NAMESPACES and op.startswith(SENDING) else ""
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta and value.numel() > 0
 
 
 def _refuse_objects(function: str, error: BaseException | None) -> Misuse:
