@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -206,3 +207,31 @@ def test_a_rank_that_holds_more_than_the_median_is_found_with_it():
     assert [finding.actual for finding in verdict.findings] == [
         "4 MiB of parameters on a rank of 64 (1 MiB in the median), after 4 MiB on one of 8"
     ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "own", "idle"),
+    [
+        ({"dp_shard": 8, "tp": 2}, ("S(0)", "R"), ("dp_shard", "tp"), ["tp=2 divides no parameter"]),
+        ({"dp_shard": 8, "tp": 2}, ("S(0)", "S(1)"), ("dp_shard", "tp"), []),
+        ({"dp_shard": 8, "ep": 2}, ("S(0)",), ("dp_shard",), ["ep=2 divides no parameter"]),
+        ({"dp_shard": 8, "cp": 2, "pp": 2}, ("S(0)",), ("dp_shard",), []),
+        ({"dp_shard": 8, "tp": 2}, ("S(0)",), ("all",), []),
+    ],
+    ids=["replicated", "divided", "on no mesh", "no parts of parameters", "a mesh with other names"],
+)
+def test_a_dimension_for_parts_of_the_model_divides_some(mesh, placements, own, idle):
+    on = MeshFacts(own, tuple(mesh.get(dim, 16) for dim in own), (0,) * len(own))
+    part = (8, 4), (1, 4), (((0, 1),), ((0, 4),))
+    tensor = TensorFacts("w", "parameter", *part, "float32", "meta", placements=placements, mesh=on, width=4)
+    world = WorldFacts(prod(mesh.values()), tuple(mesh.items()), "meta", "fake", simulated=(0,))
+    inventory = RankInventory(0, "meta", (tensor,))
+    known = (
+        SimulatedSize(tuple(mesh.items()), (RankSize(0, 16, 0),)),
+        SimulatedSize((("dp_shard", 2),), (RankSize(0, 64, 0),)),
+    )
+    evidence = Evidence(
+        world, inventory=(inventory,), reference=ReferenceFacts("callable", inventory), simulation=known
+    )
+    verdict = judge(built_in()["memory_falls_with_ranks"], evidence, built_in())
+    assert [finding.actual for finding in verdict.findings if "divides" in finding.actual] == idle

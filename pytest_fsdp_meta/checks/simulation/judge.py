@@ -20,8 +20,17 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     Traffic,
 )
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
-from pytest_fsdp_meta.evidence import TensorFacts, WorldFacts, replicates, sharded_dim, shards_data
-from pytest_fsdp_meta.judging.findings import Finding
+from pytest_fsdp_meta.evidence import (
+    TensorFacts,
+    WorldFacts,
+    replicates,
+    sharded_dim,
+    shards_data,
+    splits_model,
+    splits_sequence,
+    splits_stages,
+)
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import scale_check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
 from pytest_fsdp_meta.text import as_bytes, counted
@@ -112,7 +121,8 @@ def _bytes(tensor: TensorFacts) -> int:
 
 
 @scale_check(
-    promise="in a simulated world, what a rank holds falls as the mesh grows",
+    promise="in a simulated world, what a rank holds falls as the mesh grows, and each dimension of the mesh that is "
+    "for parts of the model divides some",
     after=[MANIFEST, *EXPLAINING],
     why="A model that fits on eight GPUs should fit on sixty-four with room for longer sequences; a part that does not "
     "fall is paid on every GPU.",
@@ -123,6 +133,9 @@ def _bytes(tensor: TensorFacts) -> int:
     simulated="only",
 )
 def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
+    for dim, size in _idle_dims(view):
+        ranks = tuple(rank.rank for rank in view.evidence.inventory)
+        yield Finding(None, ranks, f"{dim}={size} divides no parameter", "what it is for on each of them", **_IDLE)
     largest, *others = _sizes(view)
     for smaller in others:
         growth = largest.size // smaller.size
@@ -136,6 +149,38 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
                 f"{as_bytes(smaller.largest)} on one of {smaller.size}",
                 f"{as_bytes(round(expected))}: {growth} times the ranks share them",
             )
+
+
+_IDLE: Explanation = {
+    "cause": "no plan names this dimension of the mesh: each of its ranks holds the same parameters, and computes the "
+    "same as the others",
+    "remedy": "divide over it what it is for, such as the experts over ep; or leave it out of the mesh, so that these "
+    "ranks train on rows of their own",
+}
+
+
+def _idle_dims(view: View) -> Iterator[tuple[str, int]]:
+    """Yield the dimensions that should divide the model and divide none of its parameters, with their sizes.
+
+    None where ranks hold what placements do not describe, or on meshes of the loader's own with other names.
+    """
+    world = view.evidence.world.mesh
+    tensors = [t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter"]
+    meshes = {tensor.mesh for tensor in tensors if tensor.mesh is not None}
+    known = all({*mesh.dims} <= {dim for dim, _ in world} for mesh in meshes)
+    if not view.evidence.world.simulated or not known or view.on_some_ranks or any(t.sharded_by for t in tensors):
+        return
+    divided = {
+        dim
+        for tensor in tensors
+        if tensor.mesh is not None
+        for dim, placement in zip(tensor.mesh.dims, tensor.placements or (), strict=False)
+        if sharded_dim(placement) is not None
+    }
+    for dim, size in world:
+        divides = splits_model(dim) and not splits_stages(dim) and not splits_sequence(dim)
+        if size > 1 and divides and dim not in divided:
+            yield dim, size
 
 
 def _median(size: SimulatedSize) -> str:
