@@ -38,9 +38,7 @@ def prepare(tell: Callable[[str], object] = lambda line: None) -> Path:
     """
     path = library()
     if not path.exists():
-        compiler = _compiler()
-        tell(f"compiling the stand-in device with {compiler}, once for this torch, into {path.parent}")
-        _compile(compiler, path)
+        _compile(_compiler(), path, tell)
     return path
 
 
@@ -79,11 +77,12 @@ def _compiler() -> str:
     raise Unavailable("the stand-in device needs a C++ compiler to be built once; install g++, or set CXX")
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, path: Path, tell: Callable[[str], object]) -> None:
     """Compile into a folder beside the target and rename, because another process may do the same at this moment."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+            tell(f"compiling the stand-in device with {compiler}, once for this torch, into {path.parent}")
             objects = [str(Path(folder, name).with_suffix(".o")) for name in SOURCES]
             commands = [
                 [compiler, *FLAGS, *_includes(), "-c", str(Path(__file__).with_name(source)), "-o", target]

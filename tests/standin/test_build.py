@@ -91,8 +91,10 @@ def test_a_compiler_that_fails(cache: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    said: list[str] = []
     with pytest.raises(Unavailable, match=r"cannot be built in .*: Not a directory$"):
-        prepare()
+        prepare(said.append)
+    assert said == []
 
 
 def test_choice() -> None:
