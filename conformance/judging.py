@@ -25,6 +25,7 @@ PRELOADED = ("fixtures.defects", "fixtures.forms", *(f"transformers.models.{kind
 which otherwise each rank would do."""
 DEVICE_MEMORY = 64 * 2**20
 """Bytes of the device that a simulated rank would have: the steps of all forms fit."""
+RESERVE = 0.06
 MAY_SKIP = {
     "grad_norm_parity": "torch cannot compute the norm of these gradients",
     "shard_bytes_within_budget": "no parameter is sharded",
@@ -77,7 +78,10 @@ class LoaderJudge:
         With ``smaller``, what fails is judged once more in smaller worlds, as the plugin does.
         """
         if simulated:
-            spec = WorldSpec(mesh, timeout=timeout, simulated=choose_simulated(mesh), device_memory=DEVICE_MEMORY)
+            ranks = choose_simulated(mesh)
+            spec = WorldSpec(
+                mesh, timeout=timeout, simulated=ranks, device_memory=DEVICE_MEMORY, memory_reserve=RESERVE
+            )
         else:
             spec = self._on_device(WorldSpec(mesh, device or self.device, timeout=timeout))
         trial = Trial(spec, self._preload, steps=3, tolerance={}, localise=localise)

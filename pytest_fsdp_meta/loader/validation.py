@@ -40,6 +40,7 @@ class SubjectError(Misuse):
     """A field of Subject has a wrong value. The message names the field, the problem and a correct value."""
 
     def __init__(self, field: str, problem: str) -> None:
+        self.field = field
         super().__init__(f"Subject({field}=...): {problem}")
 
 

@@ -128,9 +128,16 @@ def dropout_fractions(model: Module) -> dict[str, float]:
         f"{name}.{attribute}".removeprefix("."): float(value)
         for name, module in innermost_modules(model).items()
         for attribute, value in vars(module).items()
-        if type(value) in (int, float) and 0 <= value <= 1
-        if "drop" in (attribute if attribute != "p" else type(module).__name__.lower())
+        if _is_dropout(module, attribute, value)
     }
+
+
+def _is_dropout(module: Module, attribute: str, value: object) -> bool:
+    """Return whether an attribute is the fraction that a dropout drops; an int, 0 or 1, only where it is ``p``."""
+    if attribute == "p":
+        dropping = type(module).__name__.lower()
+        return isinstance(value, (int, float)) and 0 <= value <= 1 and ("drop" in dropping or "depth" in dropping)
+    return isinstance(value, float) and 0 <= value <= 1 and "drop" in attribute
 
 
 @contextmanager

@@ -42,7 +42,7 @@ WRITTEN = "a module writes to its inputs, which the modules around it then lack:
 HARMLESS = "name", "verbose", "use_cache", "gradient_checkpointing"
 """Attributes that change no result, as transformers names them, and that loaders change."""
 READ_BY_FUNCTIONS = ("is_causal",)
-"""Attributes that only functions read to which a module is given, as transformers' do."""
+"""Attributes read by functions that get the module as an argument, as in transformers."""
 DEEPEST = 4
 """Levels of containers in which tensors are looked for."""
 

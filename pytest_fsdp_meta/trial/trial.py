@@ -49,10 +49,15 @@ class LoaderFailed(Exception):
 
 def world_facts(spec: WorldSpec) -> WorldFacts:
     """Return the facts that are known about a world before it starts."""
-    facts = WorldFacts(spec.size, tuple(spec.mesh.items()), spec.device_type, spec.backend, simulated=spec.simulated)
-    if not spec.simulated:
-        return facts
-    return replace(facts, device_memory=spec.device_memory, memory_reserve=spec.memory_reserve)
+    return WorldFacts(
+        spec.size,
+        tuple(spec.mesh.items()),
+        spec.device_type,
+        spec.backend,
+        simulated=spec.simulated,
+        device_memory=spec.device_memory,
+        memory_reserve=spec.memory_reserve,
+    )
 
 
 @dataclass

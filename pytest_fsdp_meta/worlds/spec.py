@@ -57,7 +57,7 @@ class WorldSpec:
     """The only ranks that run, each alone under torch's fake process group and on meta; empty: all ranks run."""
     device_memory: int = 0
     """Bytes of the device that each simulated rank would have; 0: unknown."""
-    memory_reserve: float = 0.06
+    memory_reserve: float = 0.0
     """The share of it that is not for tensors: the device's context, buffers of NCCL, fragmentation."""
 
     @property

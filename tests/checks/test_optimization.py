@@ -433,7 +433,7 @@ def test_updates_that_rounding_swallows():
 
 def test_what_train_step_itself_writes_to():
     def written(evidence: Evidence) -> Evidence:
-        runs = (replace(r, buffers=replace(r.buffers, written=(FROZEN, MIDDLE))) for r in evidence.training)
+        runs = (replace(r, buffers=replace(r.buffers, written_parameters=(FROZEN, MIDDLE))) for r in evidence.training)
         return replace(evidence, training=tuple(runs))
 
     itself = "train_step itself writes to it"

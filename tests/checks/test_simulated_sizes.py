@@ -112,7 +112,7 @@ def test_a_step_that_cannot_run_is_an_error_and_one_without_a_loss_is_not_declar
 
 FITS = "step_fits"
 BACKWARD = PhasePeak("backward", "layers.0", {"held": 20 * MIB, "activations": 40 * MIB, "gathered": 8 * MIB})
-STEP = PhasePeak("optimizer's step", "", {"held": 20 * MIB, "optimizer": 40 * MIB, "temporary": 20 * MIB})
+STEP = PhasePeak("the optimizer's step", "", {"held": 20 * MIB, "optimizer": 40 * MIB, "temporary": 20 * MIB})
 
 
 def test_a_step_fits_with_a_reserve():

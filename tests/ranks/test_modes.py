@@ -161,6 +161,6 @@ def test_train_has_no_effect_in_evaluation():
 
 def test_settings_of_dropouts():
     pool, model = nn.Module(), nn.Module()
-    pool.p, pool.drop_last, pool.dropout_seed = 3, True, 17
+    pool.p, pool.drop_last, pool.dropout_seed, pool.drop_tokens = 0.5, True, 17, 1
     model.drop, model.pool, model.attention_dropout = nn.Dropout(0.25), pool, 0.5
     assert dropout_fractions(model) == {"drop.p": 0.25, "attention_dropout": 0.5}

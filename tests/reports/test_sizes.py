@@ -35,7 +35,7 @@ def size(ranks: int, parameters: int, peak: int = 0, stepping: int = 0, problem:
         peaks = (
             PhasePeak("forward", "", {"held": parameters}),
             PhasePeak("backward", "layers.1", parts),
-            PhasePeak("optimizer's step", "", {"held": parameters, "temporary": stepping * GIB - parameters}),
+            PhasePeak("the optimizer's step", "", {"held": parameters, "temporary": stepping * GIB - parameters}),
         )
         step = SimulatedStep(GIB, 2 * GIB, GIB, peaks, SENT, assumed=ASSUMED)
     return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
@@ -54,11 +54,11 @@ def test_lines_name_what_each_size_needs_and_where_it_fits():
     assert [*describe_sizes((LARGE, SMALL, FAILED), device(16))] == [
         "    2 ranks: not simulated (rank 0 raised KeyError: 2)",
         f"    8 ranks: 4 GiB of parameters on a rank, {of_step}dp_shard, 512 MiB over 4 ranks",
-        "      peaks at 16 GiB in optimizer's step (12 GiB of temporary tensors, 4 GiB of parameters and buffers), 11 "
-        "GiB in backward, 4 GiB in forward",
+        "      peaks at 16 GiB in the optimizer's step (12 GiB of temporary tensors, 4 GiB of parameters and buffers), "
+        "11 GiB in backward, 4 GiB in forward",
         f"   64 ranks: 1 GiB of parameters on a rank, {of_step}dp_shard, 512 MiB over 4 ranks",
         "      peaks at 10 GiB in backward at layers.1 (8 GiB of activations, 1 GiB of parameters and buffers, 1 GiB "
-        "of gathered parameters), 8 GiB in optimizer's step, 1 GiB in forward",
+        "of gathered parameters), 8 GiB in the optimizer's step, 1 GiB in forward",
         "   assumed: input_ids 1 x 8 on each rank; AdamW with state in float32; no activation checkpointing; "
         "parameters on dp_shard=64",
         "   a step fits into 12 GiB (16 GiB less a reserve of 25%) on 64 ranks, not on 8",
@@ -70,7 +70,7 @@ def test_lines_name_what_each_size_needs_and_where_it_fits():
 def test_an_optimizer_that_cannot_be_simulated_is_named():
     unknown = replace(LARGE, ranks=(replace(LARGE.ranks[0], step=replace(LARGE.step, unstepped="TypeError: no")),))
     _, peaks, _, fit = describe_sizes((unknown,), device(16))
-    assert peaks.endswith(", more in optimizer's step is possible: TypeError: no")
+    assert peaks.endswith(", more in the optimizer's step is possible: TypeError: no")
     assert fit.endswith("on 64 ranks, but what the optimizer needs while it steps is unknown")
 
 

@@ -55,7 +55,7 @@ class Traffic:
         return max(self.modules, key=lambda part: part.nbytes, default=None)
 
 
-FORWARD, BACKWARD_PASS, REDUCTION, STEPPING = "forward", "backward", "reduction", "optimizer's step"
+FORWARD, BACKWARD_PASS, REDUCTION, STEPPING = "forward", "backward", "reduction", "the optimizer's step"
 """The phases of a step."""
 HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer"
 GATHERED, ACTIVATIONS, TEMPORARY = "gathered", "activations", "temporary"

@@ -37,6 +37,8 @@ from pytest_fsdp_meta.text import as_bytes, counted
 
 LARGE = 0.01
 """Fraction of the whole; smaller parts, such as those of norms and biases, are not named."""
+FEW_TIMES = (2, 4, 8, 16)
+"""How many times as many ranks are worth naming where a step does not fit."""
 SLACK = 1.25
 """Factor by which a rank may hold or send more than the growth of the world explains: padding and small tensors."""
 EXPLAINING = ("nothing_left_unsharded", "dtensor_placements", "shards_tile_the_tensor", "no_rank_is_empty_handed")
@@ -269,8 +271,7 @@ def _what_would_help(step: SimulatedStep, ranks: int, limit: int) -> Iterator[st
         yield f"fused=True or foreach=False in the optimizer, which saves {as_bytes(temporary)}"
     falling = (HELD, GRADIENTS, OPTIMIZER, TEMPORARY if peak.phase == STEPPING else "")
     shared = sum(peak.parts.get(part, 0) for part in falling)
-    if shared > over:
-        factor = next(n for n in (2**k for k in range(1, 32)) if shared * (1 - 1 / n) >= over)
+    if factor := next((n for n in FEW_TIMES if shared * (1 - 1 / n) >= over), 0):
         about = as_bytes(round(step.most - shared * (1 - 1 / factor)))
         yield f"{factor * ranks} ranks, on which it would be about {about}, if they share all of the parameters"
     else:

@@ -167,8 +167,8 @@ class TrainedBuffers:
     """The buffers that a forward in ``eval()`` and without gradients changed, within the author's step."""
     steering: bool = False
     """Whether the loss depends on those ``by_step``."""
-    written: tuple[str, ...] = ()
-    """The parameters that the author's step itself writes to, between these."""
+    written_parameters: tuple[str, ...] = ()
+    """Those that the author's step itself writes to, between forwards, backwards and the optimizer's steps."""
     at_once: bool = False
     """Whether the first step changed any of them before its first forward."""
 

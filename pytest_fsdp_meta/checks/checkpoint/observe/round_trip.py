@@ -268,7 +268,7 @@ def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 @contextmanager
 def _stepping_silently(optimizer: Optimizer) -> Iterator[None]:
-    """Leave out the hooks of the optimizer's step: torch's functions step one without state, and no training does."""
+    """Call no step hooks: torch creates missing state of an optimizer by a step that is not training."""
     with ExitStack() as stack:
         for part in parts_of_optimizer(optimizer):
             stack.enter_context(without_step_hooks(computing_optimizer(part)))

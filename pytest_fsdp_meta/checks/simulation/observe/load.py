@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,12 @@ from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
 GIVING_VALUES = ("all_reduce", "reduce", "all_gather", "gather")
 """Collectives, by how their names begin, that give a rank what others have computed."""
-SENDING = ("broadcast", "scatter", "reduce_scatter", "all_to_all", "recv")
+SENDING = ("broadcast", "scatter", "all_to_all", "recv")
 """Those that give it what one other has sent; often it is not looked at, as the values of a buffer."""
 READING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 """Operators by which Python code looks at values."""
+OVERWRITING = ("fill_", "zero_", "_like")
+"""How the names of operators end whose results have values of their own."""
 MEMORY = 2 * 2**30
 """Bytes that a simulated rank may take for what has values, such as buffers and batches."""
 NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -167,7 +171,7 @@ def without_values(what: str, instead: str) -> Iterator[None]:
 
 
 def asks_for_a_value(error: BaseException) -> bool:
-    """Return whether torch so says that a tensor has no values."""
+    """Return whether this is torch's error for a tensor without values."""
     return type(error).__name__ in OF_FAKE_TENSORS or any(text in str(error) for text in WITHOUT_VALUES)
 
 
@@ -190,40 +194,52 @@ class _ReductionsOfValues:
 
 
 class _ValuesOfOthers:
-    """A watcher that refuses to read values which another rank would have sent, or what was computed from them."""
+    """A watcher that refuses to read values which another rank would have sent, or what was computed from them.
+
+    ``tolist()`` and ``numpy()`` read without an operator, and are not seen.
+    """
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[str, str, torch.UntypedStorage]] = {}
-        """Identity of a storage -> what would have sent its values, and where; the storage keeps the identity taken."""
+        self._sent: dict[int, tuple[str, str]] = {}
+        """Identity of a storage -> what would have sent its values, and where."""
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        op = _sending(func)
-        if op:
-            self._note((op, user_line(), tensor) for tensor in tree_leaves((args, kwargs)))
-        elif operator_name(func) in READING and (found := self._of((args, kwargs))):
+        if operator_name(func) in READING and (found := self._of((args, kwargs))):
             raise Misuse(
                 f"the loader reads ({user_line()}) what {found[0]} ({found[1]}) gets from other ranks, which simulated "
                 "ranks are alone with: leave it out where fsdp.simulated is true"
             )
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        op, found = _sending(func), self._of(args)
-        if op or found:
-            name, place = found or (op, user_line())
-            self._note((name, place, tensor) for tensor in tree_leaves(out))
+        op, name = _sending(func), operator_name(func)
+        if op:  # the first argument of those that return nothing gets the values
+            self._note((op, user_line()), (args[:1] if func.namespace == "c10d" else (), out))
+        elif self._sent and name.endswith(OVERWRITING):
+            self._forget(out)
+        elif found := self._of(args[1:] if name == "copy_" else args):
+            self._note(found, out)
 
     def _of(self, values: Any) -> tuple[str, str] | None:
         if not self._sent:
             return None
-        tensors = filter(_has_values, tree_leaves(values))
-        held = (self._sent.get(id(tensor.untyped_storage())) for tensor in tensors)
-        return next((found[:2] for found in held if found is not None), None)
+        held = (self._sent.get(id(tensor.untyped_storage())) for tensor in filter(_has_values, tree_leaves(values)))
+        return next(filter(None, held), None)
 
-    def _note(self, sent: Iterable[tuple[str, str, Any]]) -> None:
-        for op, place, tensor in sent:
-            if _has_values(tensor):
-                storage = tensor.untyped_storage()
-                self._sent[id(storage)] = op, place, storage
+    def _note(self, found: tuple[str, str], values: Any) -> None:
+        for tensor in filter(_has_values, tree_leaves(values)):
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            self._sent[key] = found
+            self._references[key] = weakref.ref(storage, partial(self._drop, key))
+
+    def _drop(self, key: int, _: object) -> None:
+        self._sent.pop(key, None)
+        self._references.pop(key, None)
+
+    def _forget(self, values: Any) -> None:
+        for tensor in filter(_has_values, tree_leaves(values)):
+            self._sent.pop(id(tensor.untyped_storage()), None)
 
 
 def _sending(func: Any) -> str:

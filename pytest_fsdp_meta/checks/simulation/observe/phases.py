@@ -54,7 +54,7 @@ class PhaseMeter(Meter):
             self._track(tensor, maybe_mapped=False)
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        if "all_gather" in operator_name(func):
+        if func.namespace == "fsdp" and "all_gather" in operator_name(func):
             self._label(leaves(out), GATHERED)
         for tensor in leaves(out):
             self._track(tensor, maybe_mapped=False)
@@ -69,12 +69,14 @@ class PhaseMeter(Meter):
         for number in (self._numbers[key] for key, size in self._sizes.items() if size):
             self._parts.setdefault(number, ACTIVATIONS)
 
-    def peaks(self, gradients: Iterable[Tensor], state: int) -> Iterator[PhasePeak]:
+    def label_gradients(self, gradients: Iterable[Tensor]) -> None:
+        self._label(gradients, GRADIENTS)
+
+    def peaks(self, state: int) -> Iterator[PhasePeak]:
         """Yield the peak of each phase, in the order in which they began.
 
         ``state`` is what the optimizer holds in addition, from its first step on.
         """
-        self._label(gradients, GRADIENTS)
         alive, most = 0, dict[str, tuple[int, int]]()
         for number, event in enumerate(self._events):
             alive += event.change

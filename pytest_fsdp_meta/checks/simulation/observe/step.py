@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
@@ -88,17 +89,34 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
     register_fake_collectives()
     if subject.train_step is not None:
         return SimulatedStep(problem="train_step is not simulated")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it is reported as a problem
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), GroupedProductsOfAnyDtype(), rearranging_shapes_only():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            GroupedProductsOfAnyDtype(),
+            rearranging_shapes_only(),
+            _unlogged(),
+        ):
             return _step(subject, rank, shares, rows)
     except SubjectError as error:
-        return SimulatedStep(problem=first_line(error), error=True, missing="" if subject.loss else "loss")
+        undeclared = error.field == "loss" and subject.loss is None
+        return SimulatedStep(problem=first_line(error), error=True, missing="loss" if undeclared else "")
     except Exception as error:  # of any type: it is the author's model that runs
         cause = error.__cause__ or error
         where = f"{_module_of(cause, subject.model)} ({user_line(cause)})"
         problem = f"{type(cause).__name__} in {where}: {first_line(cause)}"
         return SimulatedStep(problem=problem, error=not asks_for_a_value(cause))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Let torch log no error of a fake tensor: the exception is reported instead."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _module_of(error: BaseException, model: Module) -> str:
@@ -126,7 +144,8 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     optimizer = built or make_optimizer(subject)
     state = _state_bytes(optimizer)
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    peaks, unstepped = [*meter.peaks(gradients, state)], ""
+    meter.label_gradients(gradients)
+    peaks, unstepped = [*meter.peaks(state)], ""
     if optimizer is not None:
         try:
             temporary = max(map(_temporary_bytes, parts_of_optimizer(optimizer)))
@@ -211,7 +230,7 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
         before = sum(meter.held_now().values())
         with watching(meter):
             optimizer.step()
-        return max(peak.nbytes for peak in meter.peaks((), 0)) - before
+        return max(peak.nbytes for peak in meter.peaks(0)) - before
     finally:
         optimizer.param_groups, optimizer.state = groups, state
 

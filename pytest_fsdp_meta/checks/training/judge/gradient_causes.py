@@ -65,6 +65,8 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
             "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
         }
+    if "max_grad_norm" in view.evidence.subject.declared:
+        return NOT_CLIPPED
     if "train_step" in view.evidence.subject.declared:
         return _SCALED_BY_STEP
     return {
@@ -107,15 +109,14 @@ def _tied_only_here(view: View, name: str) -> bool:
     return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 
-def explain_clipping(view: View, factor: str, by_factor: Mapping[str, Cases]) -> Explanation:
-    """Explain a factor of gradients that the reference clips: what it is before clipping does not show. Else {}."""
+def explain_clipping(view: View, factor: str) -> Explanation:
+    """Explain one factor of all gradients, which the reference clips: what it is before clipping does not show.
+
+    Return {} where the reference clips nothing, or by a function of the author's, perhaps by another norm.
+    """
     bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
-    if bound is None or norm is None or factor in ("", "0"):
+    if bound is None or norm is None or not norm > bound or "clip_grad_norm" in view.evidence.subject.declared:
         return {}
-    if explanation := explain_own_norms(by_factor):
-        return explanation
-    if not norm > bound or "clip_grad_norm" in view.evidence.subject.declared:  # perhaps by another norm
-        return NOT_CLIPPED
     actual = float(Fraction(factor)) * bound
     if abs(actual / norm - 1) < SAME_NORM:
         cause = f"their norm is {norm:.3g}, as before clipping: train_step does not clip to max_grad_norm={bound:g}"

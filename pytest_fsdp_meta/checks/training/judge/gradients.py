@@ -14,9 +14,11 @@ from pytest_fsdp_meta.checks.training.judge.backward import (
 )
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
+    NOT_CLIPPED,
     explain_clipping,
     explain_factor,
     explain_other,
+    explain_own_norms,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
@@ -142,6 +144,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     sharpest = _sharpest_factors(pairs, limits)
+    scaled_alike = _scaled_alike(pairs, limits, sharpest)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -149,7 +152,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest)
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, scaled_alike)
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
@@ -166,6 +169,18 @@ def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, t
             if c.measure.factor > 0 and (text := multiple(c.measure, allowed)):
                 found[rank] = min(found.get(rank, (1.0, 0.0, "")), (allowed, c.measure.factor, text))
     return {rank: (factor, text) for rank, (_, factor, text) in found.items()}
+
+
+def _scaled_alike(pairs: Mapping[str, Cases], limits: Limits, sharpest: Mapping[int, tuple[float, str]]) -> bool:
+    """Return whether all gradients on all ranks are one multiple of the reference's."""
+    if len({text for _, text in sharpest.values()}) != 1:
+        return False
+    measured = [(rank, c, c.measure) for cases in pairs.values() for rank, c in cases if c.measure is not None]
+    return all(
+        limits.exceeded(rank, c) and abs(measure.factor / sharpest[rank][0] - 1) <= ROUNDING
+        for rank, c, measure in measured
+        if measure.truth
+    )
 
 
 def _partial_gradients(view: View) -> set[str]:
@@ -223,6 +238,7 @@ def _describe_wrong(
     wrong: Cases,
     limits: Limits,
     sharpest: Mapping[int, tuple[float, str]],
+    scaled_alike: bool,
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
@@ -238,10 +254,12 @@ def _describe_wrong(
         by_factor.setdefault(text, []).append((rank, c))
     for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = explain_clipping(view, text, by_factor)
+        explanation = explain_clipping(view, text) if scaled_alike and text else {}
         explanation = explanation or (
             explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
         )
+        if explanation is NOT_CLIPPED:
+            explanation = explain_own_norms(by_factor) or NOT_CLIPPED
         actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
         detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)

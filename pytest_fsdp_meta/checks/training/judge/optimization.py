@@ -144,7 +144,8 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
         )
         if moved:
             runs = view.evidence.training or ()
-            explanation = _WRITTEN_BY_STEP if all(name in runs[rank].buffers.written for rank in moved) else {}
+            by_step = all(name in runs[rank].buffers.written_parameters for rank in moved)
+            explanation = _WRITTEN_BY_STEP if by_step else {}
             yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values", **explanation)
     if not judged:
         raise NotJudged("nothing is frozen")

@@ -195,7 +195,7 @@ def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Expl
 
 def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
     """Explain an update of a parameter that train_step itself writes to on all these ranks; else return {}."""
-    if not all(name in runs[rank].buffers.written for rank in ranks):
+    if not all(name in runs[rank].buffers.written_parameters for rank in ranks):
         return {}
     return {
         "cause": "train_step itself writes to it outside of the optimizer's step, which the reference does not, or "

@@ -42,8 +42,7 @@ class BufferWatch:
         self.at_once = False
         """Whether the first step changed any of them before its first forward."""
         self.by_evaluation: dict[str, None] = {}
-        self.written: dict[str, None] = {}
-        """The parameters."""
+        self.written_parameters: dict[str, None] = {}
         self._model = model
         self._whole = unwrapped(model)  # a trainer may call its wrapper or, as model.module, the model itself
         self._begun = False
@@ -81,7 +80,7 @@ class BufferWatch:
         if self._running == 1:
             self.by_step |= self._changed()
             pairs = zip(self._parameters, self._count_writes(), self._writes, strict=True)
-            self.written |= {name: None for (name, _), now, kept in pairs if now != kept}
+            self.written_parameters |= {name: None for (name, _), now, kept in pairs if now != kept}
             self.at_once |= bool(self.by_step) and not self._begun
             self._begun = True
 

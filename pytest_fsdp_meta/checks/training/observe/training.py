@@ -231,7 +231,7 @@ class _RankSteps(StepObserver):
             by_step=tuple(self.buffers.by_step),
             by_evaluation=tuple(self.buffers.by_evaluation),
             at_once=self.buffers.at_once,
-            written=tuple(self.buffers.written),
+            written_parameters=tuple(self.buffers.written_parameters),
         )
 
     def steers_forward(self, data_parallel: tuple[int, int]) -> bool:
