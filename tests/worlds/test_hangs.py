@@ -145,8 +145,11 @@ def test_private_names_of_torchs_flight_recorder() -> None:
         dist.new_group([0], group_desc="alone")
         dist.barrier()
         dist.all_reduce(torch.ones(2, 3))
-        dist.barrier()  # the end of the last collective may not have been recorded yet
-        return read()
+        dist.barrier()
+        until = time.monotonic() + 10
+        while not (flight := read()).collectives[1].done and time.monotonic() < until:
+            time.sleep(0.01)  # a thread of gloo records the end of a collective after the call has returned
+        return flight
 
     for rank, flight in enumerate(_run(collect)):
         assert flight.groups == {
