@@ -29,6 +29,7 @@ from pytest_fsdp_meta.catalogue import Finding, built_in, judge
 FILE = Path(__file__).with_name("causes.json")
 GRADES = ("right", "near", "vague", "wrong")
 ENOUGH = 0.85
+UNGRADED = {"cause": "", "said": [], "grade": ""}
 
 
 def said_of(findings: Sequence[Finding]) -> list[str]:
@@ -59,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = json.loads(FILE.read_text())
     defects = [entry for entry in entries() if entry.caught_by]  # those that this release of torch can run
     for name, said in say([entry for entry in defects if options.k in entry.name]):
-        row = known.setdefault(name, {"cause": "", "said": [], "grade": ""})
+        row = known.setdefault(name, {**UNGRADED})
         if row["said"] != said:
             row.update(said=said, grade="")
             print(f"{name}: {row['cause']}", *said, sep="\n  ", flush=True)
         FILE.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-    rows = {entry.name: known[entry.name] for entry in defects}
+    rows = {entry.name: known.get(entry.name, UNGRADED) for entry in defects}
     counts = Counter(row["grade"] for row in rows.values())
     print(", ".join(f"{counts[grade]} {grade}" for grade in GRADES), f"of {len(rows)} defects")
     open_rows = [name for name, row in rows.items() if row["grade"] not in GRADES or not row["cause"]]

@@ -12,6 +12,7 @@ from tests.checks.evidence_factory import (
     MIDDLE,
     add,
     counted,
+    declare,
     healthy,
     kept_beside,
     measured,
@@ -179,6 +180,14 @@ def test_an_update_by_another_learning_rate_names_the_step():
     assert found.cause.startswith("the learning rate of step 1 is 0.025 on these ranks, and 0.05 in the reference")
     [other] = verdict(UPDATES, on_runs(wrong, None, rates=((0.1,), (0.05,), (0.025,)))).findings
     assert "learning rate of step" not in other.cause
+    scheduled = declare(wrong, declared=wrong.subject.declared | {"scheduler"})
+    for rates, how in (
+        (((0.05,), (0.025,), (0.0125,)), "before the optimizer does: it is the reference's rate of step 1"),
+        (((0.05,), (0.0125,), (0.003,)), "more often: it is the reference's rate of step 1"),
+        (((0.3,), (0.3,), (0.3,)), "at other times"),
+    ):
+        [found] = verdict(UPDATES, on_runs(scheduled, None, rates=rates)).findings
+        assert f"on the ranks it steps {how}" in found.cause
 
 
 def test_another_learning_rate_after_resuming_names_the_first_step():

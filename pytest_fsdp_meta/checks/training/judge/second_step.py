@@ -115,8 +115,9 @@ def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]
         }
     how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
     if later := next((n for n in range(step + 1, len(rates)) if _equal_rates(actual, rates[n])), 0):
-        often = "more often" if step else "before the optimizer does, or more often"
-        how = f"{often}: it is the reference's rate of step {later}"
+        own = runs[ranks[0]].rates
+        ahead = all(_equal_rates(now, due) for now, due in zip(own, rates[1:], strict=False))
+        how = f"{'before the optimizer does' if ahead else 'more often'}: it is the reference's rate of step {later}"
     return {
         "cause": f"{differ}, whose scheduler steps once after each step of the optimizer: on the ranks it steps {how}",
         "remedy": "build the scheduler for the optimizer that trains, step it once after each of its steps, and "
