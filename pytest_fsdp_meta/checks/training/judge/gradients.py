@@ -177,7 +177,7 @@ def _scaled_alike(pairs: Mapping[str, Cases], limits: Limits, sharpest: Mapping[
         return False
     measured = [(rank, c, c.measure) for cases in pairs.values() for rank, c in cases if c.measure is not None]
     return all(
-        limits.exceeded(rank, c) and abs(measure.factor / sharpest[rank][0] - 1) <= ROUNDING
+        rank in sharpest and limits.exceeded(rank, c) and abs(measure.factor / sharpest[rank][0] - 1) <= ROUNDING
         for rank, c, measure in measured
         if measure.truth
     )
