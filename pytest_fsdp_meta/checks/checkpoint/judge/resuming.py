@@ -182,7 +182,7 @@ def beside_round_trip(view: View) -> Iterable[Finding]:
         if {"scheduler", "beside"} & view.evidence.subject.declared:
             raise NotJudged("neither the scheduler nor what is kept beside the model has a state")
         raise NotDeclared("scheduler")
-    by_rank = [] if "save" in view.evidence.subject.declared else _plain_and_unlike(before)
+    by_rank = kept_by_one_rank(view, before)
     found: dict[str, list[tuple[int, Mismatch]]] = {}
     for rank, (saved, loaded) in enumerate(zip(before, after, strict=True)):
         for name, old, new in changes(saved.beside, loaded.beside):
@@ -203,8 +203,10 @@ CALL_COUNT = "._step_count"
 """The entry in which torch's schedulers count calls, to warn of a wrong order; the schedule does not depend on it."""
 
 
-def _plain_and_unlike(runs: Sequence[RankResumed]) -> list[str]:
-    """Return the entries that are not DTensors and that the ranks do not all have alike."""
+def kept_by_one_rank(view: View, runs: Sequence[RankResumed]) -> list[str]:
+    """Return the entries of which torch's checkpoint keeps one rank's value: plain ones that the ranks have unlike."""
+    if "save" in view.evidence.subject.declared:
+        return []
     plain = dict.fromkeys(name for run in runs for name in run.plain)
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 

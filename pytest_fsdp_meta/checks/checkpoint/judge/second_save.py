@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.checkpoint.judge.resuming import kept_by_one_rank
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
@@ -115,7 +116,8 @@ def _compare_rest(view: View, ranks: Sequence[_Saves]) -> Iterator[Finding]:
         stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
         if stale:
             yield Finding(key, stale, "the second save has the state of the first", "the current state")
-    for entry in dict.fromkeys(entry for rank in ranks for entry in rank.second.beside):
+    by_rank = kept_by_one_rank(view, [rank.second for rank in ranks])
+    for entry in dict.fromkeys(e for rank in ranks for e in rank.second.beside if e not in by_rank):
         values = [[run.beside.get(entry) for run in rank] for rank in ranks]
         stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
         if stale:
