@@ -696,7 +696,7 @@ def test_a_second_save_of_the_first_average():
     entry = "ema.layers.0.weight"
     evidence = again(again(healthy(), "continued", beside={entry: "first"}), "saved_again", beside={entry: "second"})
     assert verdict(AGAIN, again(evidence, "restored_again", beside={entry: "second"})).status == "passed"
-    # Counters of each rank's own, of which torch keeps one.
+    # Each rank has a counter of its own, and torch keeps one of them.
     unlike = again(again(evidence, "saved_again", plain=(entry,)), "saved_again", (1,), beside={entry: "other"})
     assert verdict(AGAIN, again(unlike, "restored_again", beside={entry: "first"})).status == "passed"
     assert findings_of(verdict(AGAIN, again(evidence, "restored_again", (1,), beside={entry: "first"}))) == [

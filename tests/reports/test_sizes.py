@@ -28,7 +28,7 @@ ASSUMED = Assumptions({"input_ids": (1, 8)}, "AdamW with state in float32", mesh
 
 
 def size(ranks: int, parameters: int, peak: int = 0, stepping: int = 0, problem: str = "") -> SimulatedSize:
-    """Return a size with a step that holds ``peak`` GiB in the backward, of which one is gathered."""
+    """Return a size with a step that holds ``peak`` GiB in the backward; one of them is gathered."""
     step = SimulatedStep(problem=problem)
     if peak:
         parts = {"held": parameters, "gathered": GIB, "activations": (peak - 1) * GIB - parameters}

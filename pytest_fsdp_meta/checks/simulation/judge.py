@@ -332,7 +332,7 @@ def _simulated(view: View) -> tuple[SimulatedSize, ...]:
 
 
 def _sizes(view: View) -> tuple[SimulatedSize, ...]:
-    """Return the simulated world and smaller ones, at least one."""
+    """Return the simulated world and at least one smaller one."""
     world, sizes = view.evidence.world, view.evidence.simulation or ()
     if len(known := _simulated(view)) > 1:
         return known

@@ -204,7 +204,7 @@ CALL_COUNT = "._step_count"
 
 
 def kept_by_one_rank(view: View, runs: Sequence[RankResumed]) -> list[str]:
-    """Return the entries of which torch's checkpoint keeps one rank's value: plain ones that the ranks have unlike."""
+    """Return the plain entries that differ between the ranks: torch's checkpoint keeps the value of one rank."""
     if "save" in view.evidence.subject.declared:
         return []
     plain = dict.fromkeys(name for run in runs for name in run.plain)

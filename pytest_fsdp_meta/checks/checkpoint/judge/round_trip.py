@@ -246,10 +246,12 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
 
     An author who saves without torch may keep each rank's buffers; replicas of a parameter are one in any checkpoint.
     """
+    if not before:
+        return []
     kinds = {"parameter"} if "save" in view.evidence.subject.declared else {"parameter", "buffer"}
     places: dict[tuple[str, object], set[str]] = {}
     for rank in view.evidence.inventory:
-        for name, digest in before[rank.rank].tensors.items() if before else ():
+        for name, digest in before[rank.rank].tensors.items():
             tensor = rank.by_name.get(name)
             if tensor is not None and tensor.kind in kinds and tensor.numel:
                 places.setdefault((name, tensor.regions), set()).add(digest)

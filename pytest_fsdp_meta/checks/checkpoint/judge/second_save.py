@@ -112,18 +112,19 @@ def _compare_rest(view: View, ranks: Sequence[_Saves]) -> Iterator[Finding]:
     They are judged where the first checkpoint restored them; another check reports where it did not.
     """
     for key in dict.fromkeys(key for rank in ranks for key in rank.second.model.extra):
-        values = [[run.model.extra.get(key) for run in rank] for rank in ranks]
-        stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
-        if stale:
+        if stale := _stale_on([[run.model.extra.get(key) for run in rank] for rank in ranks]):
             yield Finding(key, stale, "the second save has the state of the first", "the current state")
     by_rank = kept_by_one_rank(view, [rank.second for rank in ranks])
     for entry in dict.fromkeys(e for rank in ranks for e in rank.second.beside if e not in by_rank):
-        values = [[run.beside.get(entry) for run in rank] for rank in ranks]
-        stale = tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
-        if stale:
+        if stale := _stale_on([[run.beside.get(entry) for run in rank] for rank in ranks]):
             yield Finding(entry, stale, "the second save has the values of the first", CURRENT)
     settings = ((rank, found) for rank, saves in enumerate(ranks) for found in _stale_settings(saves))
     yield from view.findings_for(None, settings)
+
+
+def _stale_on(values: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
+    """Return the ranks that load the first value although they saved another; ``values`` has first, second, loaded."""
+    return tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
 
 
 def _stale_settings(rank: _Saves) -> Iterator[Mismatch]:

@@ -37,7 +37,7 @@ MOST_PERPENDICULAR = 0.35
 """Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
 If only the signs agree, the part is about 0.6."""
 CLEAR = 0.1
-"""Fraction: a factor that leaves more of an update unexplained is no number of ranks."""
+"""Fraction: a factor that leaves more of an update unexplained is not explained by a number of ranks."""
 SAME_UPDATE = 0.02
 """Relative: update factors that differ by less count as the same factor, with the same cause."""
 _SETTINGS = either(
