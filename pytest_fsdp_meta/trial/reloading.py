@@ -358,12 +358,18 @@ class Reloading(TableRun):
 
 
 def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
-    """Read an epoch on all ranks, and in a world of one rank where that shows the rows of all ranks.
+    """Read two epochs on all ranks, and one in a world of one rank where that shows the rows of all ranks.
 
-    A checkpoint is saved in ``folder``, if it is given, after the first batches.
+    A checkpoint is saved after the first batches of each, if ``folder`` is given: that of the second epoch in
+    ``_later(folder)``.
     """
     packed = run_on(world, author_data.pack_data)[0]  # before an epoch leaves iterators behind
-    ranks = tuple(run_on(world, author_data.read_epoch, folder))
+    first = run_on(world, author_data.read_epoch, folder)
+    ranks = tuple(rank for rank, _ in first)
+    if all(again for _, again in first):
+        later = run_on(world, author_data.read_later_epoch, folder and _later(folder))
+        if all(own.batches for own in later if own.loader):
+            ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
     size = ranks[0].data_parallel[1]
     if size == 1:
         return Epoch(ranks)
@@ -384,14 +390,21 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
     if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
         summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
         return Unavailable(summary, kind="undeclared")
-    rest = [len(rank.batches) - rank.saved_after for rank in epoch.ranks if rank.loader]
+    later = any(rank.later is not None for rank in epoch.ranks)
+    folder = _later(folder) if later else folder
+    rest = [len(rank.resumable) - rank.saved_after for rank in epoch.ranks if rank.loader]
     again = f"{folder}-again" if min(rest) > LEFT else None
     most = max(rest) + LEFT  # more than that is not needed to see where a rank goes on
-    first = run_on(new_load(), author_data.resume_epoch, folder, most, again)
+    first = run_on(new_load(), author_data.resume_epoch, folder, most, again, later)
     if again is None:
         return tuple(first)
-    second = run_on(new_load(), author_data.resume_epoch, again, most, None)
+    second = run_on(new_load(), author_data.resume_epoch, again, most, None, later)
     return tuple(replace(rank, resumed_again=later.batches) for rank, later in zip(first, second, strict=True))
+
+
+def _later(folder: str) -> str:
+    """Return the folder of the checkpoint within the second epoch."""
+    return f"{folder}-later"
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -342,6 +342,39 @@ def test_what_cannot_be_known_after_resuming_is_not_green(evidence, reason):
     assert (found.status, found.findings, found.reason) == ("skipped", (), reason)
 
 
+def in_two_epochs(*later: str, shuffled_by: str = "DistributedSampler", **facts: Any) -> Evidence:
+    """Return evidence of a first epoch "ABCD EFGH" and "IJKL MNOP", and of this second one."""
+    found = epoch("ABCD EFGH", "IJKL MNOP")
+    ranks = tuple(
+        replace(rank, later=tuple(map(tuple, text.split())), shuffled_by=shuffled_by, **facts)
+        for rank, text in zip(found.batches.ranks, later, strict=True)
+    )
+    return replace(found, batches=replace(found.batches, ranks=ranks))
+
+
+def test_a_shuffle_that_repeats_is_found():
+    again = [("data", (0, 1), "the order of the first epoch again in the second", "another order, as {} shuffles", "")]
+    for by, moved, cause in [
+        ("DistributedSampler", False, "the order is derived from a seed that stays the same"),
+        ("Chunks", True, "set_epoch(1) was called before the second epoch, and did not reach what shuffles"),
+    ]:
+        findings = [(*again[0][:3], again[0][3].format(by), "")]
+        evidence = in_two_epochs("ABCD EFGH", "IJKL MNOP", shuffled_by=by, moved=moved)
+        assert_found(FOLLOW, evidence, findings, cause)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        in_two_epochs("ABCD EFGH", "IJKL MNOP", shuffled_by=""),
+        in_two_epochs("ABCD EFGH", "IJKL MPON"),
+    ],
+    ids=["not shuffled", "another order on one rank"],
+)
+def test_other_second_epochs_pass(evidence):
+    assert verdict(FOLLOW, evidence).findings == ()
+
+
 def resumed_again(*by_rank: str) -> Evidence:
     """Return evidence of ranks that have resumed after the first batch, and again after two more."""
     evidence = resumed("CD EF GH IJ", "MN OP QR ST", epochs=("AB CD EF GH IJ", "KL MN OP QR ST"))

@@ -233,6 +233,118 @@ def test_shuffling_by_the_global_generator_is_repeated_after_resuming():
     assert outcome(judged(declare, FOLLOW, RESUME, LOSSES))[1:] == (("passed", ""), ("passed", ""))
 
 
+class Wrapped:
+    """A loader around a DataLoader, whose sampler a trainer does not see."""
+
+    def __init__(self) -> None:
+        self.loader = sampled(TensorDataset(ROWS), dist.get_world_size(), dist.get_rank())
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+class Counted(Wrapped):
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.loader.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        yield from self.loader
+
+
+class Passing(Wrapped):
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.sampler.set_epoch(epoch)
+
+
+class Ignoring(Wrapped):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Sequential(Wrapped):
+    def __init__(self) -> None:
+        sampler = DistributedSampler(ROWS, dist.get_world_size(), dist.get_rank(), shuffle=False)
+        self.loader = DataLoader(TensorDataset(ROWS), 4, sampler=sampler)
+
+
+class SeededEachTime(Wrapped):
+    def __init__(self) -> None:
+        own = ROWS[dist.get_rank() :: dist.get_world_size()]
+        self.generator = torch.Generator()
+        self.loader = DataLoader(TensorDataset(own), 4, shuffle=True, generator=self.generator)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.generator.manual_seed(0)
+        yield from self.loader
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "cause"),
+    [
+        (Wrapped, "another order, as DistributedSampler shuffles", "nothing calls set_epoch() of the sampler"),
+        (Ignoring, "another order, as DistributedSampler shuffles", "set_epoch(1) was called before the second epoch"),
+        (SeededEachTime, "another order, as RandomSampler shuffles", "its generator is seeded again"),
+        *[(right, None, "") for right in (Counted, Passing, Sequential)],
+    ],
+)
+def test_the_order_of_the_second_epoch(data, expected, cause):
+    found = judged(lambda fsdp: {"data": data}, FOLLOW)[FOLLOW]
+    if expected is None:
+        assert (found.status, found.findings) == ("passed", ())
+        return
+    (finding,) = found.findings
+    again = "the order of the first epoch again in the second"
+    assert (finding.ranks, finding.actual, finding.expected) == ((0, 1), again, expected)
+    assert cause in finding.cause
+
+
+class Positioned(Counting):
+    """Shuffled by the number of the epoch, which ``set_epoch`` may set: it begins the epoch, as loading does not."""
+
+    epoch, saves_epoch, counts = 0, True, True
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch))
+        for number, chosen in list(enumerate(order.split(2)))[self.position :]:
+            self.position = number + 1
+            yield self.rows[chosen]
+        self.position, self.epoch = 0, self.epoch + self.counts
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position} | ({"epoch": self.epoch} if self.saves_epoch else {})
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.epoch = state["position"], state.get("epoch", self.epoch)
+
+
+class EpochLost(Positioned):
+    saves_epoch = False
+
+
+class SetByTheTrainer(Positioned):
+    saves_epoch, counts = False, False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.position = epoch, 0
+
+
+@pytest.mark.parametrize("data", [Positioned, EpochLost, SetByTheTrainer])
+@pytest.mark.parametrize("built", [False, True], ids=["function", "loader"])
+def test_resuming_within_the_second_epoch(data, built):
+    def declare(fsdp: Rank) -> dict[str, Any]:
+        own = data(fsdp.rank, fsdp.world_size)
+        return {"data": own if built else lambda: own}
+
+    found = judged(declare, RESUME)[RESUME]
+    if data is not EpochLost:
+        assert (found.status, found.findings) == ("passed", ())
+        return
+    (finding,) = found.findings
+    assert (finding.ranks, finding.actual) == ((0, 1), "the batches at this position of the first epoch after resuming")
+    assert finding.cause.startswith("the position is restored and the epoch is not")
+
+
 def endless(fsdp: Rank) -> Iterator[Tensor]:
     while True:
         yield from Counting(fsdp.rank, fsdp.world_size)

@@ -20,10 +20,21 @@ class RankBatches:
     batches: tuple[Batch, ...] = ()
     ended: bool = True
     loader: bool = True
+    later: tuple[Batch, ...] | None = None
+    """The batches of the second epoch; None if the first has not ended, or if the loader hands out one epoch only."""
+    shuffled_by: str = ""
+    """The class of what shuffles in the loader, if that can be seen."""
+    moved: bool = False
+    """Whether ``set_epoch(1)`` of the loader, or of its sampler or dataset, was called before the second epoch."""
     saved_after: int = 0
     """How many batches came before the checkpoint; 0 if none was saved."""
     resumed_again: tuple[Batch, ...] | None = None
     """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
+
+    @property
+    def resumable(self) -> tuple[Batch, ...]:
+        """The batches of the epoch from which resuming is judged: the second, if there is one."""
+        return self.batches if self.later is None else self.later
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -32,7 +43,7 @@ class RankBatches:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of ``data`` on every rank and, where ``data`` is a function, in a world of one rank.
+    """The epochs of ``data`` on every rank and, where ``data`` is a function, in a world of one rank.
 
     ``problem`` says why no epoch was read in a world of one rank.
     """

@@ -1,4 +1,4 @@
-"""Read the author's own loader of batches: one epoch, and the rest of it after resuming from a checkpoint within it."""
+"""Read the author's own loader of batches: two epochs, and what follows a checkpoint within one after resuming."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
 
 from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import renew_optimizer
@@ -36,6 +37,10 @@ MOST_BATCHES = 256
 """Batches that are read on each rank; an epoch may have more, or never end."""
 SAVED_AFTER = 2
 """Batches before the checkpoint: one alone may be the only one that a loader has not prefetched."""
+READ = "data"
+"""In the state of a rank: the loader whose first epoch was read."""
+DEEPEST = 4
+"""Attributes between a loader and its sampler: wrapper, DataLoader, batch sampler, sampler."""
 END = object()
 """What a loader without more batches returns."""
 
@@ -51,25 +56,34 @@ def pack_data() -> PackedFunction | None:
     return pack_for_one_rank(data)
 
 
-def read_epoch(folder: str | None) -> RankBatches:
-    """Return the batches of an epoch, and save in ``folder``, if it is given, after the first ones.
+def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
+    """Return the batches of an epoch, and whether this rank lets a second one be read; save after the first of them.
 
-    Nothing is saved if neither the author nor the loader can do it.
+    Nothing is saved if ``folder`` is None, or if neither the author nor the loader can do it.
     """
     rank, subject = current(), resharded_subject()
-    loader = _begin_epoch(rank, subject)
-    savable = subject.save is not None or is_stateful(loader)
-    after = min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and savable else 0
-    return _read_and_save(rank, subject, loader, MOST_BATCHES, folder, after)
+    loader = rank.state[READ] = _begin_epoch(rank, subject)
+    first = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
+    return first, not first.loader or (first.ended and bool(first.batches) and iter(loader) is not loader)
 
 
-def resume_epoch(folder: str, most: int, again: str | None) -> RankBatches:
+def read_later_epoch(folder: str | None) -> RankBatches:
+    """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does."""
+    rank, subject = current(), resharded_subject()
+    loader = rank.state[READ]
+    moved = _begin_second_epoch(loader)
+    found = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
+    return replace(found, later=found.batches, shuffled_by=_shuffler(loader), moved=moved)
+
+
+def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> RankBatches:
     """Resume from the checkpoint in ``folder``, and return at most this many of the batches that follow.
 
-    Save in the folder ``again``, if it is given, after the first of them.
+    Save in the folder ``again``, if it is given, after the first of them. ``later`` says that the checkpoint is within
+    the second epoch.
     """
     rank, subject = current(), resharded_subject()
-    loader = _begin_epoch(rank, subject, Path(folder))
+    loader = _begin_epoch(rank, subject, Path(folder), later)
     file = _file(Path(folder), rank)
     if subject.save is None and file.exists() and is_stateful(loader):
         state = torch.load(file, weights_only=False)
@@ -107,27 +121,62 @@ def _read_and_save(
     if folder and len(batches) < after and subject.save is not None:
         _save(rank, subject, loader, Path(folder))  # the other ranks wait for this one in save()
     place = batch_slice(subject, rank)
-    return RankBatches(place, tuple(batches), len(batches) < most, subject.data is not None, after)
+    return RankBatches(place, tuple(batches), len(batches) < most, subject.data is not None, saved_after=after)
 
 
 def _is_function(data: object) -> bool:
     return callable(data) and not hasattr(type(data), "__iter__")
 
 
-def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None) -> Any:
+def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None, later: bool = False) -> Any:
     """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared.
 
     Where the author seeds nothing, a load that resumes has other random numbers, as a job that starts again has.
+    ``later`` says that it resumes within the second epoch.
     """
-    if subject.data is not None:
+    data = subject.data
+    if data is not None:
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
         if resumed_from is not None and torch.initial_seed() == SEED:
             torch.manual_seed(SEED + 1)
+    if later and not _is_function(data):
+        _begin_second_epoch(data)  # set_epoch() may go back to the beginning, so the position is loaded after it
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)
         call_author("resume", subject, optimizer, resumed_from, kept)
-    return () if subject.data is None else _open(subject.data)
+    loader = () if data is None else _open(data)
+    if later and _is_function(data):
+        _begin_second_epoch(loader)
+    return loader
+
+
+def _saved_after(subject: Subject, loader: Any, folder: str | None) -> int:
+    savable = subject.save is not None or is_stateful(loader)
+    return min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and savable else 0
+
+
+def _begin_second_epoch(loader: Any) -> bool:
+    """Call ``set_epoch(1)`` of the loader or of its parts, as a trainer does; return whether there is one."""
+    parts: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    found = [part for part in ([loader] if hasattr(loader, "set_epoch") else parts) if hasattr(part, "set_epoch")]
+    for part in found:
+        with calling(f"set_epoch() of {type(part).__name__} in Subject(data=...)"):
+            part.set_epoch(1)
+    return bool(found)
+
+
+def _shuffler(loader: Any) -> str:
+    """Return the class of what shuffles, anywhere in the loader: a ``RandomSampler``, or an object with ``shuffle``."""
+    seen, waiting = set[int](), [(loader, 0)]
+    while waiting:
+        part, depth = waiting.pop(0)
+        if isinstance(part, RandomSampler) or getattr(part, "shuffle", None) is True:
+            return type(part).__name__
+        if id(part) not in seen and depth < DEEPEST and not isinstance(part, (Tensor, nn.Module, type)):
+            seen.add(id(part))
+            waiting += [(value, depth + 1) for value in getattr(part, "__dict__", {}).values()]
+    return ""
 
 
 def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:

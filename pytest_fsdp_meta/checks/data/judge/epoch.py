@@ -17,6 +17,8 @@ DATA = "data"
 SEQUENCES = "the ranks of one data-parallel index see different rows, maybe parts of split sequences"
 ROUGHLY = 0.1
 """How far the share of missing rows may be from that of a second split, which is then the cause."""
+FEW_ROWS = 8
+"""Fewer rows than this may have the same order twice by chance: one of 40,320 orders of 8 rows."""
 Places = Mapping[int, Sequence[tuple[int, RankBatches]]]
 """Data-parallel index -> the ranks that have it, with their batches."""
 
@@ -31,7 +33,7 @@ class _Part(NamedTuple):
 
 @data_check(
     promise="data-parallel ranks see different rows of the author's data and all of them once in an epoch, and the "
-    "ranks of one data-parallel index see the same rows",
+    "ranks of one data-parallel index see the same rows; a shuffled order is another one in the second epoch",
     needs=["inventory", "batches"],
     why="Training on repeated or missing rows is a little worse, and never fails; different rows along tp are noise.",
     cause="the ranks do not take their parts from one order of the whole data",
@@ -39,7 +41,7 @@ class _Part(NamedTuple):
     "of data-parallel ranks>, rank=<data-parallel index>, seed=<the same on all ranks>)",
     references=[
         *("NVlabs/LongLive#71", "huggingface/accelerate#3092", "huggingface/accelerate#4201"),
-        *("NVIDIA-NeMo/Megatron-Bridge#5944", "axolotl-ai-cloud/axolotl#3920"),
+        *("NVIDIA-NeMo/Megatron-Bridge#5944", "axolotl-ai-cloud/axolotl#3920", "areal-project/AReaL#632"),
     ],
     fields=["data"],
 )
@@ -49,6 +51,7 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
         raise NotDeclared(DATA)
     if not any(rank.batches for rank in epoch.ranks):
         raise Unjudgeable("Subject(data=...): it has no batches, but should have some on every rank")
+    yield from _repeating(epoch)
     if len(epoch.ranks) == 1:
         raise NotJudged("a single rank sees all rows")
     places: dict[int, list[tuple[int, RankBatches]]] = {}
@@ -90,6 +93,20 @@ def _share_rows(places: Places) -> bool:
     """Return whether some ranks of one data-parallel index see the same row, so that they do not hold parts of it."""
     rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
     return any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
+
+
+def _repeating(epoch: Epoch) -> Iterator[Finding]:
+    """Yield a finding if the loader shuffles, and the order of the second epoch is that of the first on every rank."""
+    ranks = {number: rank for number, rank in enumerate(epoch.ranks) if rank.loader}
+    shufflers = {rank.shuffled_by for rank in ranks.values()}
+    if "" in shufflers or len({row for rank in ranks.values() for row in rank.rows}) < FEW_ROWS:
+        return
+    if any(rank.later != rank.batches for rank in ranks.values()):
+        return
+    shuffler = " and ".join(sorted(shufflers))
+    explanation = _UNMOVED if any(rank.moved for rank in ranks.values()) else _NEVER_MOVED
+    actual = "the order of the first epoch again in the second"
+    yield Finding(DATA, tuple(ranks), actual, f"another order, as {shuffler} shuffles", **explanation)
 
 
 # Ranks of one data-parallel index.
@@ -254,6 +271,17 @@ def _missing(parts: Sequence[_Part], whole: Counter[str]) -> Iterator[Finding]:
     yield Finding(DATA, ranks, actual, "each row on one data-parallel rank", **(_SPLIT_TWICE if twice else _LEFT_OUT))
 
 
+_NEVER_MOVED: Explanation = {
+    "cause": "the order is derived from a seed that stays the same: nothing calls set_epoch() of the sampler, or its "
+    "generator is seeded again where an epoch begins",
+    "remedy": "call set_epoch(epoch) of the sampler where an epoch begins; or give what data() returns a set_epoch(), "
+    "which is called with 1 before the second epoch is read",
+}
+_UNMOVED: Explanation = {
+    "cause": "set_epoch(1) was called before the second epoch, and did not reach what shuffles: it is another sampler, "
+    "or a copy of it",
+    "remedy": "pass the epoch on to the sampler from which the loader takes its order",
+}
 _GROUPS: Explanation = {
     "cause": "the data is split over all ranks, by the world's size and the global rank, or by a framework that does "
     "not know the mesh, although these ranks compute one result together",

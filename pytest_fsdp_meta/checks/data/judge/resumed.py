@@ -16,14 +16,19 @@ from pytest_fsdp_meta.text import counted
 
 NEXT = "the batches that follow the checkpoint"
 BEGINNING = "the epoch from its beginning after resuming"
+FIRST_BEGINNING = "the first epoch from its beginning after resuming"
 OTHERS = "other rows after resuming"
 Rows = tuple[str, ...]
 
 
 class _Run(NamedTuple):
-    """What one rank sees: the batches of the epoch, the rows after the checkpoint, and those after resuming from it."""
+    """What one rank sees: the batches of the epoch, the rows after the checkpoint, and those after resuming from it.
+
+    ``earlier`` are the batches of the epoch before, if there is one.
+    """
 
     batches: tuple[Rows, ...]
+    earlier: tuple[Rows, ...]
     position: int
     rest: Rows
     resumed: Rows
@@ -73,17 +78,18 @@ def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
         if mismatch is None:
             continue
         explanation: Explanation = {"cause": mismatch.cause, "remedy": mismatch.remedy}
-        if mismatch.actual == BEGINNING and len(ranks) < len(runs):
+        if mismatch.actual in (BEGINNING, FIRST_BEGINNING) and len(ranks) < len(runs):
             explanation = _OF_ANOTHER_RANK
         detail = _count_rows(runs[ranks[0]]) if mismatch.actual == OTHERS else ""
         yield Finding(DATA, ranks, mismatch.actual, mismatch.expected, detail, **explanation)
 
 
 def _run(epoch: RankBatches, position: int, resumed: Sequence[Rows]) -> _Run:
-    rest, own = _flat(epoch.batches[position:]), _flat(resumed)
+    rest, own = _flat(epoch.resumable[position:]), _flat(resumed)
     if not epoch.ended:
         own = own[: len(rest)]  # both go on, and this one was read further
-    return _Run(epoch.batches, position, rest, own, epoch.data_parallel[0])
+    earlier = () if epoch.later is None else epoch.batches
+    return _Run(epoch.resumable, earlier, position, rest, own, epoch.data_parallel[0])
 
 
 def _flat(batches: Sequence[Rows]) -> Rows:
@@ -95,8 +101,12 @@ def _compare(run: _Run, runs: Mapping[int, _Run]) -> Mismatch | None:
         return None
     if run.resumed == run.rest[: len(run.resumed)]:
         return Mismatch("ends early after resuming" if run.resumed else "no batches after resuming", NEXT, **_ENDED)
-    if (start := _start_of(run)) is not None:
+    if (start := _start_of(run, run.batches)) is not None:
         return _describe_start(start, run.position)
+    if (start := _start_of(run, run.earlier)) == 0:
+        return Mismatch(FIRST_BEGINNING, NEXT, **_FROM_THE_BEGINNING)
+    if start == run.position:
+        return Mismatch("the batches at this position of the first epoch after resuming", NEXT, **_EPOCH_LOST)
     for other, theirs in runs.items():
         if theirs.place != run.place and run.resumed == theirs.rest:
             return Mismatch(f"the batches of rank {other} after resuming", NEXT, **_OF_ANOTHER_RANK)
@@ -112,10 +122,10 @@ def _count_rows(run: _Run) -> str:
     return f"{counted(again, 'row')} seen again, {counted(missing, 'row')} of those that follow missing"
 
 
-def _start_of(run: _Run) -> int | None:
-    """Return the number of the batch of the epoch at which the resumed rank has started, if there is one."""
-    for start in range(len(run.batches)):
-        rows = _flat(run.batches[start:])
+def _start_of(run: _Run, epoch: Sequence[Rows]) -> int | None:
+    """Return the number of the batch of this epoch at which the resumed rank has started, if there is one."""
+    for start in range(len(epoch)):
+        rows = _flat(epoch[start:])
         if rows[: len(run.resumed)] == run.resumed and len(run.resumed) >= min(len(rows), len(run.rest)):
             return start
     return None
@@ -160,6 +170,10 @@ _ANOTHER_ORDER: Explanation = {
     "cause": "the order is drawn again: the seed, the epoch or the generator of the sampler is not restored, or a "
     "shuffle buffer is filled again",
     "remedy": "save the generator's state as it was when the epoch began, or derive the order from seed and epoch",
+}
+_EPOCH_LOST: Explanation = {
+    "cause": "the position is restored and the epoch is not, so that the order is that of the first epoch again",
+    "remedy": "save the number of the epoch with the position, and load both",
 }
 _ENDED: Explanation = {
     "cause": "the loader considers its epoch as over: a position beyond the end, or an iterator that was used up",
