@@ -40,6 +40,14 @@ class Subject:
     """A loaded model and what its author declares about it. Only ``model`` is required.
 
     A loader returns a Subject, or a bare model. Checks that need a field which is not set are skipped and name it.
+    ``docs/reference.md`` has the checks that each field enables, and an example of each. The fields by purpose:
+
+    * What the model should be: ``reference``, ``frozen``, ``verifier``, ``tied``, ``drawn``, ``kept_attributes``.
+    * How it trains: ``batch``, ``data_parallel``, ``loss``, ``loss_over_ranks``, ``optimizer``, ``scheduler``,
+      ``train_step``, ``max_grad_norm``, ``clip_grad_norm``, ``data``.
+    * What is saved: ``save``, ``resume``, ``beside``, ``state_dict``, ``export_reference``.
+    * What is special about its layout: ``placements``, ``unsharded``, ``offloaded``, ``on_some_ranks``,
+      ``whole_while_loading``, ``adapter``.
 
     Names are fully qualified names (FQNs) as in ``named_parameters()``, without the components that activation
     checkpointing and ``torch.compile`` insert. Patterns are shell patterns (``fnmatch``) in which ``*`` also matches
@@ -51,120 +59,25 @@ class Subject:
 
     model: Module
     _: KW_ONLY
+
+    # What the model should be
     reference: Source | None = None
     """The unsharded model that the loaded one should equal.
 
     A callable that builds it, on every call a new one; or a checkpoint directory with ``*.safetensors`` files. A
     checkpoint has no ties and no non-persistent buffers and cannot be trained, so fewer checks can use it.
     """
-    batch: Callable[[int], Mapping[str, Any]] | None = None
-    """``batch(step)`` returns the *global* batch of a training step, which counts from 0, as a dict of tensors.
-
-    Each data-parallel rank takes its slice of dim 0 of every tensor. The same step must give the same batch.
-    """
-    data_parallel: tuple[int, int] | None = None
-    """``(index, size)``: this rank trains on slice ``index`` of ``size`` equal slices of the batch.
-
-    By default derived from the mesh that the parameters lie on, else from the mesh of the marker.
-    """
-    loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
-    """``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
-    loss_over_ranks: Literal["mean", "sum", "same"] = "mean"
-    """How the losses of the data-parallel ranks make the global loss.
-
-    "mean": each rank returns the mean over its own rows. "sum": each rank returns its share, such as a sum over its own
-    tokens divided by the tokens of all ranks. "same": every rank returns the global loss. Gradients are compared as
-    they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)`` on every FSDP module).
-    """
-    optimizer: Callable[[Any], Optimizer] | Optimizer | None = None
-    """``optimizer(parameters)`` returns an optimizer; or an optimizer that the loader built. By default SGD.
-
-    A function whose parameter is named ``named_parameters`` gets pairs of names and parameters, and one whose parameter
-    is named ``model`` gets the model, so that it can choose groups by name. It is called on the reference as well.
-
-    Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
-    judged and trains; of one that contains several (torchtitan), all of its ``.optimizers``.
-    """
-    train_step: Callable[[Module, Any, dict[str, Any]], Tensor | float] | None = None
-    """``train_step(model, optimizer, batch)`` trains one step on this rank's rows, and returns the loss.
-
-    The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
-    the optimizer. Parameters of these names may come in any order. Called on ranks only. The reference trains plainly:
-    the ``loss`` of the whole batch, one backward, the same optimizer, and clipping to ``max_grad_norm``. Gradients are
-    compared when the optimizer steps. The model stays in evaluation mode, because dropout would differ between ranks
-    and the reference; only the step whose random numbers are compared between ranks runs in training mode.
-    """
-    data: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
-    """``data()`` returns the author's own loader of batches on this rank; or the loader itself, such as a DataLoader.
-
-    One pass over it is an epoch. A batch is a tensor, or a dict or sequence of tensors, with its rows in dim 0.
-    Data-parallel ranks should see different rows, and ranks along other dimensions of the mesh the same ones. Called on
-    every rank, after loading and again after ``resume``; a function is also called in a world of one rank, whose epoch
-    shows all rows. ``save`` and ``resume``, or the loader's own ``state_dict`` and ``load_state_dict``, keep the
-    position. Nothing is trained on these batches: see ``batch``.
-    """
-    max_grad_norm: float | None = None
-    """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``.
-
-    The step runs twice more after the training, with gradients too small to be clipped, because clipping hides a wrong
-    scale of the loss.
-    """
-    scheduler: Callable[[Any], Any] | Any | None = None
-    """``scheduler(optimizer)`` returns a learning rate scheduler; or a scheduler that the loader built.
-
-    It steps once after each step of the optimizer, on the reference as well. A ``train_step`` that has a parameter
-    ``scheduler`` gets it and steps it itself; it also has to step one that the loader built. Any object with
-    ``step()``, ``state_dict()`` and ``load_state_dict()`` will do.
-    """
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    """What is kept beside model and optimizer and belongs in a checkpoint: ``{"ema": ema, "scaler": scaler}``.
-
-    Each value is an object with ``state_dict()`` and ``load_state_dict()``, or a function of the model that returns
-    one. What a function returns is built for the reference as well, and compared after the training. If it has a
-    method ``update_parameters(model)`` or ``update(model)``, that is called after each step; on the ranks not if
-    ``train_step`` has a parameter ``beside``: it gets the mapping, and updates it itself.
-    """
-    clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
-    """``clip_grad_norm(parameters, max_norm)`` clips gradients in place and returns their norm before; default torch's.
-
-    Any norm will do, of all gradients together or by group. Gradients within the bound must stay as they are.
-    ``parameters`` is a list of those that have a gradient. Called on every rank, and on the reference in a world of one
-    rank; if it raises there, or holds a mesh, the reference clips with torch's function and so by the 2-norm of all.
-    """
-    save: Callable[[Module, Optimizer | None, Path], object] | None = None
-    """``save(model, optimizer, folder)`` saves a checkpoint into a folder; by default torch.distributed.checkpoint.
-
-    Called on every rank. Parameters of these names may come in any order. The optimizer is None if only the model is
-    saved. A function with a parameter ``scheduler`` or ``beside`` gets those as well, also None if only the model is
-    saved. If the model has dropout, the state of each rank's generators belongs to the checkpoint. Requires ``resume``.
-    """
-    resume: Callable[[Module, Optimizer | None, Path], object] | None = None
-    """``resume(model, optimizer, folder)`` loads what ``save`` wrote into model and optimizer, in place.
-
-    Called on every rank, with the same arguments as ``save``. Requires ``save``.
-    """
-    state_dict: Callable[[Module], Mapping[str, Any]] | None = None
-    """``state_dict(model)`` returns what the author saves of the model, by name.
-
-    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. Either may have each rank's part of
-    what ``adapter`` describes, and each rank's own keys of what is ``on_some_ranks``.
-    """
-    export_reference: Source | None = None
-    """The model that the export should equal, if that is not the reference on purpose; by default the reference.
-
-    For example with merged adapters, or without padding rows: a callable that builds it, or a checkpoint directory.
-    Names and shapes must be the same, and values within rounding, because merging may compute them in another order.
-    """
     frozen: str | Sequence[str] | Mapping[str, str] = ()
-    """Names or patterns of frozen weights; by default what the reference freezes.
+    """Names or patterns of weights that training must not change.
 
-    A mapping gives the names in the verifier: ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. Each ``*`` in
-    the latter is replaced with the text that the wildcard at the same position in the pattern matched.
+    By default what the reference freezes. A mapping gives the names in the verifier:
+    ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. Each ``*`` in the latter is replaced with the text that
+    the wildcard at the same position in the pattern matched.
     """
     verifier: Source | None = None
-    """What frozen weights were taken from and must equal: a callable that builds a model, or a checkpoint directory.
+    """The model that frozen weights were copied from and must equal.
 
-    By default the reference.
+    A callable that builds it, or a checkpoint directory; by default the reference.
     """
     tied: Sequence[Sequence[str]] = ()
     """Groups of parameter names that are one weight; by default the ties of the reference."""
@@ -179,27 +92,135 @@ class Subject:
     loader drew; their spread is, where it is that of a draw as large as the shard. So the reference should draw them as
     the loader does on one device.
     """
+    kept_attributes: Sequence[str] = ()
+    """Names of custom parameter attributes that must survive sharding, such as ``_fsdp_no_shard``."""
+
+    # How it trains
+    batch: Callable[[int], Mapping[str, Any]] | None = None
+    """The *global* batch of a training step: ``batch(step)`` returns a dict of tensors.
+
+    ``step`` counts from 0, and the same step must give the same batch. Each data-parallel rank takes its slice of dim 0
+    of every tensor.
+    """
+    data_parallel: tuple[int, int] | None = None
+    """The slice of the batch on which this rank trains: ``(index, size)`` is slice ``index`` of ``size`` equal ones.
+
+    By default derived from the mesh that the parameters lie on, else from the mesh of the decorator.
+    """
+    loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
+    """The loss of a batch: ``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
+    loss_over_ranks: Literal["mean", "sum", "same"] = "mean"
+    """How the losses of the data-parallel ranks make the global loss.
+
+    "mean": each rank returns the mean over its own rows. "sum": each rank returns its share, such as a sum over its own
+    tokens divided by the tokens of all ranks. "same": every rank returns the global loss. Gradients are compared as
+    they are: with "sum", FSDP2 has to sum them (``set_gradient_divide_factor(1.0)`` on every FSDP module).
+    """
+    optimizer: Callable[[Any], Optimizer] | Optimizer | None = None
+    """The optimizer of the training: ``optimizer(parameters)`` returns it, or one that the loader built; default SGD.
+
+    A function whose parameter is named ``named_parameters`` gets pairs of names and parameters, and one whose parameter
+    is named ``model`` gets the model, so that it can choose groups by name. It is called on the reference as well.
+
+    Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
+    judged and trains; of one that contains several (torchtitan), all of its ``.optimizers``.
+    """
+    scheduler: Callable[[Any], Any] | Any | None = None
+    """The learning rate scheduler: ``scheduler(optimizer)`` returns it; or a scheduler that the loader built.
+
+    It steps once after each step of the optimizer, on the reference as well. A ``train_step`` that has a parameter
+    ``scheduler`` gets it and steps it itself; it also has to step one that the loader built. Any object with
+    ``step()``, ``state_dict()`` and ``load_state_dict()`` will do.
+    """
+    train_step: Callable[[Module, Any, dict[str, Any]], Tensor | float] | None = None
+    """The training step on this rank's rows: ``train_step(model, optimizer, batch)`` returns the loss.
+
+    The author's own step: forward, backward, accumulation over micro-batches, scaling, clipping, and one ``step()`` of
+    the optimizer. Parameters of these names may come in any order; with a parameter ``scheduler`` or ``beside``, it
+    gets what is declared under that name. Called on ranks only. The reference trains plainly: the ``loss`` of the whole
+    batch, one backward, the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the
+    optimizer steps. The model stays in evaluation mode, because dropout would differ between ranks and the reference;
+    only the step whose random numbers are compared between ranks runs in training mode.
+    """
+    max_grad_norm: float | None = None
+    """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``.
+
+    The step runs twice more after the training, with gradients too small to be clipped, because clipping hides a wrong
+    scale of the loss. Requires ``train_step``.
+    """
+    clip_grad_norm: Callable[[Iterable[Parameter], float], Any] | None = None
+    """How gradients are clipped in place: ``clip_grad_norm(parameters, max_norm)`` returns their norm before.
+
+    By default torch's function. Any norm will do, of all gradients or by group. Gradients within the bound must
+    stay as they are. ``parameters`` is a list of those that have a gradient. Called on every rank, and on the reference
+    in a world of one rank; if it raises there, or holds a mesh, the reference clips with torch's function and so by the
+    2-norm of all.
+    """
+    data: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
+    """The loader of this rank's own batches: ``data()`` returns it; or the loader itself, such as a DataLoader.
+
+    One pass over it is an epoch. A batch is a tensor, or a dict or sequence of tensors, with its rows in dim 0.
+    Data-parallel ranks should see different rows, and ranks along other dimensions of the mesh the same ones. Called on
+    every rank, after loading and again after ``resume``; a function is also called in a world of one rank, whose epoch
+    shows all rows. ``save`` and ``resume``, or the loader's own ``state_dict`` and ``load_state_dict``, keep the
+    position. Nothing is trained on these batches: see ``batch``.
+    """
+
+    # What is saved
+    save: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """How a checkpoint is saved: ``save(model, optimizer, folder)``; by default torch.distributed.checkpoint.
+
+    Called on every rank. Parameters of these names may come in any order. The optimizer is None if only the model is
+    saved. A function with a parameter ``scheduler`` or ``beside`` gets those as well, also None if only the model is
+    saved. If the model has dropout, the state of each rank's generators belongs to the checkpoint. Requires ``resume``.
+    """
+    resume: Callable[[Module, Optimizer | None, Path], object] | None = None
+    """How a checkpoint is loaded into model and optimizer, in place: ``resume(model, optimizer, folder)``.
+
+    Called on every rank, with the same arguments as ``save``: also ``scheduler`` and ``beside``, if it has parameters
+    of these names. Requires ``save``.
+    """
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """What is kept beside model and optimizer and belongs in a checkpoint: ``{"ema": ema, "scaler": scaler}``.
+
+    Each value is an object with ``state_dict()`` and ``load_state_dict()``, or a function of the model that returns
+    one. What a function returns is built for the reference as well, and compared after the training. If it has a
+    method ``update_parameters(model)`` or ``update(model)``, that is called after each step; on the ranks not if
+    ``train_step`` has a parameter ``beside``: it gets the mapping, and updates it itself.
+    """
+    state_dict: Callable[[Module], Mapping[str, Any]] | None = None
+    """What is saved of the model, by name: ``state_dict(model)`` returns it.
+
+    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. Either may have each rank's part of
+    what ``adapter`` describes, and each rank's own keys of what is ``on_some_ranks``.
+    """
+    export_reference: Source | None = None
+    """The model that the export should equal, if that is not the reference on purpose; by default the reference.
+
+    For example with merged adapters, or without padding rows: a callable that builds it, or a checkpoint directory.
+    Names and shapes must be the same, and values within rounding, because merging may compute them in another order.
+    """
+
+    # What is special about its layout
+    placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
+    """The placements of parameters: maps names or patterns to one placement for each mesh dimension, in order.
+
+    The first match applies. Placements are strings (``"R, S(0)"``) or DTensor placements (``[Replicate(), Shard(0)]``).
+    """
+    unsharded: str | Sequence[str] = ()
+    """Names or patterns of parameters that stay whole on every rank."""
+    offloaded: str | Sequence[str] = ()
+    """Names or patterns of parameters and buffers that are on the CPU on purpose."""
     on_some_ranks: str | Sequence[str] = ()
     """Names or patterns of parameters and buffers that some ranks register and others do not.
 
     For example experts that are numbered globally, of which each rank has its own. Together the ranks must have all
     names of the reference.
     """
-    unsharded: str | Sequence[str] = ()
-    """Names or patterns of parameters that stay whole on every rank."""
-    offloaded: str | Sequence[str] = ()
-    """Names or patterns of parameters and buffers that are on the CPU on purpose."""
-    kept_attributes: Sequence[str] = ()
-    """Names of custom parameter attributes that must survive sharding, such as ``_fsdp_no_shard``."""
     whole_while_loading: bool | Sequence[int] = False
     """The ranks that may hold the whole model while loading: True for all, or for example ``(0,)``."""
-    placements: Mapping[str, Placements] = ()  # type: ignore[assignment]
-    """Maps names or patterns to placements, one for each mesh dimension in order; the first match applies.
-
-    Placements are strings (``"R, S(0)"``) or DTensor placements (``[Replicate(), Shard(0)]``).
-    """
     adapter: Adapter | None = None
-    """``adapter(name, tensor)`` returns the Part of a parameter or buffer that this rank holds, or None.
+    """The part of a tensor that this rank holds: ``adapter(name, tensor)`` returns a Part of it, or None.
 
     For parameters sharded by hand, such as experts that each rank holds on its own. DTensors, plain tensors, FSDP1 and
     Megatron-FSDP need none; return None for them.

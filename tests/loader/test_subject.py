@@ -208,7 +208,7 @@ def test_an_error_names_the_wrong_field(fields, message):
 def test_an_unknown_field_is_an_error():
     with pytest.raises(SubjectError, match=r"^Subject\(refrence=\.\.\.\): no such field; did you mean 'reference'\?$"):
         Subject(nn.Linear(1, 1), refrence=None)
-    with pytest.raises(SubjectError, match=r"no such field; the fields are model, reference, batch, "):
+    with pytest.raises(SubjectError, match=r"no such field; the fields are model, reference, frozen, "):
         Subject(nn.Linear(1, 1), xyzzy=None)
 
 
