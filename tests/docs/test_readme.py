@@ -1,4 +1,4 @@
-"""README and the reference page show real files and real output, and list all options and checks."""
+"""README and the page of options show real files and real output, and list all options and checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.docs.markdown_help import Page, type_in
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+OPTIONS_PAGE = (ROOT / "docs" / "options.md").read_text("utf-8")
 EXAMPLE = (ROOT / "examples" / "test_llama.py").read_text("utf-8")
 
 
@@ -56,13 +56,13 @@ def test_the_failure_message_is_real(tmp_path):
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_listed(option):
-    assert option.flag in REFERENCE
-    assert f"`{option.ini}`" in REFERENCE
+    assert option.flag in OPTIONS_PAGE
+    assert f"`{option.ini}`" in OPTIONS_PAGE
 
 
 @pytest.mark.parametrize("argument", inspect.signature(fsdp_conformance).parameters)
 def test_every_argument_of_the_marker_is_listed(argument):
-    assert f"`{argument}`" in REFERENCE
+    assert f"`{argument}`" in OPTIONS_PAGE
 
 
 def test_every_check_is_listed_by_family():
