@@ -14,23 +14,32 @@ INTRODUCTION = """\
 <!-- Generated from the checks by `make docs`; a test keeps it current. -->
 # The catalogue
 
-Every check is a promise about the loaded model, with a judge that reads the evidence. A tensor that has failed a more
-basic check is not judged again by later checks, which say how many tensors they left out, and why.
-`pytest --fsdp-list-checks` prints the promises; `only=`, `skip=` and `xfail=` of `@fsdp_conformance` take the ids.
+Each check is a promise about the loaded model, and compares it with what was observed on the ranks. A tensor that has
+failed one check is left out of the checks that run after it; they say how many tensors they left out, and why.
+`pytest --fsdp-list-checks` prints this table; `only=`, `skip=` and `xfail=` of `@fsdp_conformance` accept the names.
+
+{running} checks judge a loader on running ranks. {simulated} more are for [simulated worlds](large-worlds.md) only:
+{names}.
 """
 
 
 def catalogue_page(checks: Iterable[Check]) -> str:
     """Return the whole page: a table of the checks, then each check by family."""
     listed = list(checks)
-    return "\n".join([INTRODUCTION, *_contents(listed), *_families(listed)])
+    only = [check for check in listed if check.simulated == "only"]
+    names = ", ".join(f"`{check.id}`" for check in only)
+    introduction = INTRODUCTION.format(running=len(listed) - len(only), simulated=len(only), names=names)
+    return "\n".join([introduction, *_contents(listed), *_families(listed)])
 
 
 def _contents(checks: list[Check]) -> Iterator[str]:
-    yield "| check | promise |"
-    yield "|---|---|"
-    for check in checks:
-        yield f"| [`{check.id}`](#{check.id}) | {check.promise} |"
+    yield "| family | check | promise |"
+    yield "|---|---|---|"
+    for family, members in groupby(checks, lambda check: check.family):
+        first = f"[{family}](#{family.replace(' ', '-')})"
+        for check in members:
+            yield f"| {first} | [`{check.id}`](#{check.id}) | {check.promise} |"
+            first = ""
     yield ""
 
 
