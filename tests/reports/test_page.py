@@ -554,7 +554,7 @@ def test_a_usual_page_is_small(tmp_path):
 def test_the_pictures_in_the_docs_are_small():
     pictures = Path(__file__).parents[2] / "docs" / "images"
     sizes = {one.name: one.stat().st_size for one in pictures.glob("report*.png")}
-    many = {"report-130-before.png", "report-130.png", "report-130-matrix.png", "report-1000.png"}
+    many = {"report-130.png", "report-130-matrix.png", "report-1000.png"}
     assert set(sizes) == {"report.png", "report-tensors.png", *many}
     assert max(sizes.values()) < 300_000
 
