@@ -29,7 +29,7 @@ help:
 	@echo "make lint         run ruff, mypy and import-linter"
 	@echo "make format       format and fix with ruff"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
-	@echo "make wild         judge those with a recipe in docs/frameworks, and write the table in docs/released.md: $(WILD)"
+	@echo "make wild         judge those with a recipe in docs/frameworks, and write the tables in docs/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
 	@echo "make gpu          run the tests that need a GPU, step by step; results and gpu.md in \$$OUT or build/gpu-results"
 	@echo "                  (continues an interrupted run; on the CPU, to try the steps: make gpu GPU_OPTIONS=--dry-run)"

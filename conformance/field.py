@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ import cloudpickle
 from conformance.field_page import Run, render_overview, render_page
 from conformance.field_results import TASKS, ArchitectureResult, accept
 from conformance.judging import judge_all
+from conformance.released import FIELD, PUBLISHED, record
+from conformance.released_history import Judged
 from fixtures.releases import NO_FSDP_SIZE
 from pytest_fsdp_meta import __version__
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
@@ -218,7 +221,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [judge(options, loader) for loader in loaders]
     if options.page is not None:
         options.page.write_text(render_overview(runs) if options.loader == ALL else render_page(*runs), "utf-8")
+        if options.page.resolve() == PUBLISHED and not options.names:
+            record([judged(*runs)])
     return 1 if any(run.unexpected for run in runs) else 0
+
+
+def judged(run: Run) -> Judged:
+    """Return the entry of a run in the history of released packages."""
+    findings = {id for row in run.rows for id in row.findings}
+    torch, transformers = (run.versions[name].partition("+")[0] for name in PACKAGES)
+    return Judged(date.today().isoformat(), FIELD, f"transformers {transformers}", torch, tuple(sorted(findings)))
 
 
 def _cpu_seconds() -> float:

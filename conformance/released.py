@@ -1,7 +1,8 @@
-"""Write the table of docs/released.md from the reports of ``make wild``.
+"""Write the tables of docs/released.md from the reports of ``make wild``.
 
 ``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
-docs/frameworks. The table has what was judged, not what was expected: a finding that nobody knew is in it as well.
+docs/frameworks. The tables have what was judged, not what was expected: a finding that nobody knew is in them as well.
+What was found is added to the history, as is what ``make field`` finds.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import argparse
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.released_history import Judged, history_table, read_history, with_runs, write_history
+
 ROOT = Path(__file__).parents[1]
 RECIPES, SYSTEMS = ROOT / "docs" / "frameworks", ROOT / "conformance" / "systems"
-PAGE = ROOT / "docs" / "released.md"
+PAGE, HISTORY = ROOT / "docs" / "released.md", ROOT / "conformance" / "released_history.json"
 BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
+HISTORY_BEGIN = "<!-- written by make wild and make field -->\n"
+FIELD, PUBLISHED = "field", ROOT / "docs" / "field.md"
+"""The system of the history that ``make field`` judges, and its page."""
 PACKAGES = {"composer": "mosaicml", "trainer": "transformers"}
 """The package that a system judges, where it has another name."""
 PAGES = {"lightning": "fabric"}
 """The page of a system, where it has another name."""
+FOUND = "what-was-found-in-a-released-version"
+"""The section of a system's page with its findings."""
 CHECKED = ("passed", "partly checked", "failed", "xfailed", "xpassed", "error")
 
 
@@ -29,8 +38,10 @@ CHECKED = ("passed", "partly checked", "failed", "xfailed", "xpassed", "error")
 class Row:
     """What the run of one system's tests has shown."""
 
+    date: str
     system: str
     release: str
+    torch: str
     loaders: int
     statuses: Counter[str]
     findings: tuple[str, ...]
@@ -45,7 +56,11 @@ class Row:
         findings = ", ".join(f"`{id}`" for id in self.findings) or "none"
         first = f"[{self.release}](frameworks/{page}.md)"
         counts = [str(self.loaders), str(checked), str(self.statuses["skipped"]), findings]
-        return [first, *counts, f"{self.seconds:.0f}", str(self.lines)]
+        return [first, self.date, *counts, f"{self.seconds:.0f}", str(self.lines)]
+
+    @property
+    def judged(self) -> Judged:
+        return Judged(self.date, self.system, self.release, self.torch, self.findings)
 
 
 def systems() -> list[str]:
@@ -76,8 +91,10 @@ def read_row(system: str, report: dict[str, Any]) -> Row:
     checks = [check for loader in report["loaders"] for check in loader["checks"]]
     found = Counter(check["check"] for check in checks if check["status"] in ("failed", "xfailed", "error"))
     return Row(
-        system,
+        date=report["header"]["started"][:10],
+        system=system,
         release=released(system),
+        torch=pinned("torch", system),
         loaders=len(report["loaders"]),
         statuses=Counter(check["status"] for check in checks),
         findings=tuple(sorted(found)),
@@ -88,15 +105,20 @@ def read_row(system: str, report: dict[str, Any]) -> Row:
 
 def released(system: str) -> str:
     package = PACKAGES.get(system, system)
+    return f"{package} {pinned(package, system)}"
+
+
+def pinned(package: str, system: str) -> str:
+    """Return the version that a system pins. Raises ValueError if it pins none."""
     pins = (SYSTEMS / system / "requirements.txt").read_text("utf-8")
-    pinned = re.search(rf"^{package}==(\S+)$", pins, re.MULTILINE)
-    if pinned is None:
+    version = re.search(rf"^{package}==(\S+)$", pins, re.MULTILINE)
+    if version is None:
         raise ValueError(f"conformance/systems/{system}/requirements.txt does not pin {package}")
-    return f"{package} {pinned[1]}"
+    return version[1]
 
 
 def table(rows: list[Row]) -> str:
-    head = ["release", "loaders", "checks", "skipped", "findings of", "seconds", "lines of the recipe"]
+    head = ["release", "judged on", "loaders", "checks", "skipped", "findings of", "seconds", "lines of the recipe"]
     lines = [head, ["---"] * len(head), *(row.cells() for row in rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
@@ -108,6 +130,23 @@ def replace_table(page: str, written: str, mark: str = BEGIN) -> str:
     if not (begin and end):
         raise ValueError(f"the page lacks the lines {mark.strip()!r} and {END.strip()!r}")
     return f"{before}{begin}\n{written}\n{end}{after}"
+
+
+def record(runs: Iterable[Judged]) -> None:
+    """Add runs to the history, and write its table."""
+    history = with_runs(read_history(HISTORY), runs)
+    write_history(history, HISTORY)
+    PAGE.write_text(replace_table(PAGE.read_text("utf-8"), written_history(history), HISTORY_BEGIN), "utf-8")
+
+
+def written_history(history: list[Judged]) -> str:
+    """Return the table of the history, with links to the page of each system."""
+    links = {FIELD: "[transformers' own loader](field.md)"}
+    for system in systems():
+        page = PAGES.get(system, system)
+        title = (RECIPES / f"{page}.md").read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        links[system] = f"[{title}](frameworks/{page}.md#{FOUND})"
+    return history_table(history, links)
 
 
 def main() -> None:
@@ -124,6 +163,7 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
     PAGE.write_text(replace_table(PAGE.read_text("utf-8"), table(rows)), "utf-8")
+    record(row.judged for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,43 @@
-"""The table of docs/released.md, from reports written by hand."""
+"""The tables of docs/released.md, from reports written by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from conformance import released
-from conformance.released import PACKAGES, count_lines, read_row, recipe_of, replace_table, systems, table
+from conformance.field import judged
+from conformance.field_page import Run
+from conformance.field_results import ArchitectureResult
+from conformance.released import (
+    HISTORY_BEGIN,
+    PACKAGES,
+    PAGE,
+    count_lines,
+    read_row,
+    recipe_of,
+    record,
+    replace_table,
+    systems,
+    table,
+    written_history,
+)
+from conformance.released_history import Judged, history_table, read_history, with_runs, write_history
+
+FIRST = Judged("2026-11-23", "peft", "peft 0.21.2", "2.13.0", ("grad_parity", "loss_parity"))
+NEXT = Judged("2026-12-01", "peft", "peft 0.22.0", "2.14.1", ("grad_parity",))
 
 
 def report(*statuses: tuple[str, str], complete: bool = True) -> dict[str, object]:
     checks = [{"check": check, "status": status} for check, status in statuses]
-    return {"complete": complete, "seconds": 12.4, "loaders": [{"checks": checks}, {"checks": checks[:1]}]}
+    header = {"started": "2026-11-27T23:04:00Z"}
+    return {
+        "complete": complete,
+        "header": header,
+        "seconds": 12.4,
+        "loaders": [{"checks": checks}, {"checks": checks[:1]}],
+    }
 
 
 def test_a_row():
@@ -19,7 +46,7 @@ def test_a_row():
     assert row.findings == ("grad_parity",)
     cells = row.cells()
     assert cells[0] == f"[{row.release}](frameworks/trainer.md)"
-    assert cells[1:] == ["2", "3", "1", "`grad_parity`", "12", str(row.lines)]
+    assert cells[1:] == ["2026-11-27", "2", "3", "1", "`grad_parity`", "12", str(row.lines)]
 
 
 def test_a_finding_that_nobody_expects_is_in_the_table():
@@ -50,6 +77,43 @@ def test_only_the_table_is_replaced():
 
 def test_the_table_has_a_heading_and_a_line_for_each_system():
     lines = table([read_row("peft", report(("ties", "passed")))]).splitlines()
-    assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- |"
+    assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- | --- |"
     assert lines[2].startswith("| [peft ")
     assert "| none |" in lines[2]
+
+
+def test_a_finding_stays_in_the_history_when_a_release_has_it_no_more():
+    rows = history_table([FIRST, NEXT], {"peft": "[peft](peft.md)"}).splitlines()[2:]
+    first, last = "2026-11-23, peft 0.21.2 with torch 2.13.0", "2026-12-01, peft 0.22.0 with torch 2.14.1"
+    assert rows == [
+        f"| [`grad_parity`](catalogue.md#grad_parity) | [peft](peft.md) | {first} | {last} | yes |",
+        f"| [`loss_parity`](catalogue.md#loss_parity) | [peft](peft.md) | {first} | {last} | **no** |",
+    ]
+
+
+def test_a_run_replaces_an_earlier_one_of_the_same_day():
+    again, other = replace(FIRST, findings=()), replace(FIRST, system="verl")
+    assert with_runs([FIRST, NEXT], [other, again]) == [again, other, NEXT]
+
+
+def test_a_run_of_the_field_is_a_run_of_transformers():
+    rows = [ArchitectureResult("llama"), ArchitectureResult("gpt2", findings={"step_memory_bounded": ["late"]})]
+    entry = judged(Run("transformers", {"torch": "2.13.0+cpu", "transformers": "5.23.0"}, 1.0, 1.0, 0, 1, rows))
+    assert entry.findings == ("step_memory_bounded",)
+    assert (entry.system, entry.release, entry.torch) == ("field", "transformers 5.23.0", "2.13.0")
+
+
+def test_runs_are_added_to_the_history_and_to_the_page(tmp_path, monkeypatch):
+    page, history = tmp_path / "released.md", tmp_path / "history.json"
+    page.write_text(f"before\n{HISTORY_BEGIN}{released.END}after\n")
+    write_history([FIRST], history)
+    monkeypatch.setattr(released, "PAGE", page)
+    monkeypatch.setattr(released, "HISTORY", history)
+    record([NEXT])
+    assert read_history(history) == [FIRST, NEXT]
+    assert page.read_text() == f"before\n{HISTORY_BEGIN}\n{written_history([FIRST, NEXT])}\n{released.END}after\n"
+
+
+def test_the_page_shows_the_history():
+    page = PAGE.read_text("utf-8")
+    assert replace_table(page, written_history(read_history(released.HISTORY)), HISTORY_BEGIN) == page
