@@ -85,6 +85,33 @@ def train_optimizer(optimizer: Optimizer) -> None:
                 del part.state[parameter]
 
 
+@contextmanager
+def watching_eval(optimizer: Optimizer) -> Iterator[set[str]]:
+    """Yield the classes of optimizers that are in ``train()``, without those whose ``eval()`` is called meanwhile.
+
+    Whether one is in ``train()`` is in its parameter groups: "train_mode" of facebookresearch/schedule_free.
+    """
+    parts = [part for part in map(computing_optimizer, parts_of_optimizer(optimizer)) if _trains(part)]
+    training = {type(part).__name__ for part in parts}
+
+    def leave(part: Any) -> None:
+        training.discard(type(part).__name__)
+        type(part).eval(part)
+
+    for part in parts:
+        part.eval = partial(leave, part)
+    try:
+        yield training
+    finally:
+        for part in parts:
+            del part.eval
+
+
+def _trains(part: Optimizer) -> bool:
+    modes = callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))
+    return modes and any(group.get(flag) is True for group in part.param_groups for flag in ("train_mode", "training"))
+
+
 def computing_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the torch optimizer that computes the steps of one of the parts: itself, or what ZeRO-3 steps with."""
     return optimizer.inner if isinstance(optimizer, Zero3Optimizer) else optimizer

@@ -414,6 +414,17 @@ def test_an_optimizer_without_any_loaded_state():
     # If only one rank has no state, the cause is another.
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
     assert not [finding for finding in found if finding.cause.startswith("no state is")]
+    # What train() of an optimizer with modes leaves before it is loaded.
+    empty = again(resumed(healthy(), **names), "resumed", empty_entries=True)
+    assert {f.cause.split(" when")[0] for f in verdict(OPTIMIZER, empty).findings} == {
+        "the optimizer's state has empty entries"
+    }
+
+
+def test_weights_of_training_in_a_checkpoint_are_noted():
+    """facebookresearch/schedule_free#48: eval() of the optimizer belongs before saving."""
+    found = verdict(OPTIMIZER, again(healthy(), "continued", saved_in_train=("AdamWScheduleFree",)))
+    assert (found.status, found.reason.split(",")[0]) == ("passed", "save() does not call eval() of AdamWScheduleFree")
 
 
 def test_a_state_that_training_changed_while_it_was_saved():

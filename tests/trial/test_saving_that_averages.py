@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
+from fixtures.forms_optimizers import WithModes
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial_help import batch, build, judge_all, loss, observe
@@ -55,7 +56,7 @@ class ScheduleFree(torch.optim.Optimizer):
                     z.sub_(parameter.grad, alpha=lr)
 
 
-def states(model: nn.Module, optimizer: ScheduleFree | None) -> dict[str, Any]:
+def states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     found = {"model": get_model_state_dict(model)}
     return found if optimizer is None else {**found, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
@@ -108,3 +109,41 @@ def test_a_model_that_save_leaves_averaged(size):
     )
     assert finding.cause.startswith("it swaps, averages, merges or casts weights in place and does not put them back")
     assert {id for id, found in verdicts.items() if found.status == "failed"} <= {ROUND_TRIP, SECOND}
+
+
+def load_with_modes(fsdp: Rank, save: Any) -> Subject:
+    model = fully_shard(build(), mesh=fsdp.mesh)
+    return Subject(model, reference=build, batch=batch, loss=loss, optimizer=WithModes, save=save, resume=resume_modes)
+
+
+def save_in_train(model: nn.Module, optimizer: WithModes | None, folder: Path) -> None:
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
+
+
+def save_in_eval(model: nn.Module, optimizer: WithModes | None, folder: Path) -> None:
+    if optimizer is not None:
+        optimizer.eval()
+    save_in_train(model, optimizer, folder)
+    if optimizer is not None:
+        optimizer.train()
+
+
+def resume_modes(model: nn.Module, optimizer: WithModes | None, folder: Path) -> None:
+    if optimizer is not None:
+        optimizer.train()  # torch steps a new optimizer, to give it a state
+        optimizer.state.clear()
+    found = states(model, optimizer)
+    dcp.load(found, checkpoint_id=folder)
+    set_model_state_dict(model, found["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        optimizer.train()
+
+
+@pytest.mark.parametrize(
+    ("save", "note"), [(save_in_train, "save() does not call eval() of WithModes"), (save_in_eval, "")]
+)
+def test_the_mode_in_which_an_optimizer_is_saved(save, note):
+    verdicts = judge_all(observe(partial(load_with_modes, save=save), CHECKS), CHECKS)
+    assert {id: found.status for id, found in verdicts.items()} == dict.fromkeys(CHECKS, "passed")
+    assert verdicts["optimizer_state_round_trip"].reason.split(",")[0] == note

@@ -87,6 +87,10 @@ class RankResumed:
     """The same fingerprints before the checkpoint was loaded."""
     running: bool = False
     """Whether save() returned while threads or processes that it had started were still running."""
+    saved_in_train: tuple[str, ...] = ()
+    """The classes of optimizers with modes that are in ``train()`` all the time while the author's save() runs."""
+    empty_entries: bool = False
+    """Whether the optimizer's state has entries without a value after loading."""
     copies: Mapping[str, bool] = field(default_factory=dict)
     """The float32 copies that the optimizer keeps of low-precision parameters: "<parameter>: <key>" -> whether the copy
     is more precise than the parameter."""

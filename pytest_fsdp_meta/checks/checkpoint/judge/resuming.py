@@ -11,7 +11,16 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
 from pytest_fsdp_meta.judging.registry import checkpoint_check
-from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.judging.view import (
+    Blocked,
+    NotDeclared,
+    Noted,
+    NotJudged,
+    PartlyJudged,
+    Unjudgeable,
+    View,
+    ranks_by,
+)
 from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (
@@ -57,7 +66,7 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         for name in names
         if name not in skipped and view.judgeable(name)
     }
-    explanation = _explain_states(found.values(), any(run.state for run in after), any(run.running for run in before))
+    explanation = _explain_states(found.values(), before, after)
     for name, mismatches in found.items():
         for state, ranks in mismatches.items():
             yield Finding(name, ranks, state.actual, state.expected, **explanation)
@@ -69,6 +78,11 @@ def optimizer_state_round_trip(view: View) -> Iterable[Finding]:
         if view.judgeable(name):
             actual = f"{key} rounded to the dtype of the parameter after loading"
             yield Finding(name, ranks, actual, "as saved", **_REBUILT)
+    if modes := sorted({mode for run in before for mode in run.saved_in_train}):
+        raise Noted(
+            f"save() does not call eval() of {modes[0]}, so the checkpoint has the weights with which it trains, not "
+            "those that it evaluates (facebookresearch/schedule_free#48)"
+        )
 
 
 def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
@@ -76,14 +90,13 @@ def _is_rebuilt(entry: str, before: RankResumed, after: RankResumed) -> bool:
     return before.copies.get(entry, False) and not after.copies.get(entry, True)
 
 
-def _explain_states(found: Collection[Collection[Mismatch]], loaded: bool, running: bool) -> Explanation:
-    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike.
-
-    ``running`` says whether save() returned before it had ended.
-    """
-    if not loaded:
-        return _NOTHING_LOADED
-    if running:
+def _explain_states(
+    found: Collection[Collection[Mismatch]], before: Sequence[RankResumed], after: Sequence[RankResumed]
+) -> Explanation:
+    """Explain the mismatches of each parameter if no rank has loaded a state, or if all parameters differ alike."""
+    if not any(run.state for run in after):
+        return _EMPTY_ENTRIES if any(run.empty_entries for run in after) else _NOTHING_LOADED
+    if any(run.running for run in before):
         return _COPIED_LATE
     # On ranks that hold nothing of a parameter, nothing of it can differ.
     alike = len({frozenset(mismatches) for mismatches in found}) == 1
@@ -96,6 +109,11 @@ _NOTHING_LOADED: Explanation = {
     "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
     "which make set_optimizer_state_dict assume that the optimizer already has a state",
     "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
+}
+_EMPTY_ENTRIES: Explanation = {
+    "cause": "the optimizer's state has empty entries when it is loaded, which set_optimizer_state_dict takes for a "
+    "state: train() or eval() of optimizers with modes leaves them when it looks up parameters without a state",
+    "remedy": "call train() after loading, or delete the empty entries of optimizer.state before it",
 }
 _COPIED_LATE: Explanation = {
     "cause": "save() returned before it had copied the state, and training changed it: tensors on the CPU, such as "

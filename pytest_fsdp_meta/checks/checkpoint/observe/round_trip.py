@@ -45,7 +45,12 @@ from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice, calling_torch, has_stages
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, non_persistent, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer, train_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import (
+    computing_optimizer,
+    parts_of_optimizer,
+    train_optimizer,
+    watching_eval,
+)
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
@@ -123,9 +128,10 @@ def save_all(folder: str) -> RankResumed:
         get_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer))
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
-    with observing_save(subject, rank, generators):
+    with observing_save(subject, rank, generators), watching_eval(optimizer) as training:
         model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
-    return replace(held, model=model, generators=generators, running=still_saving())
+    running, modes = still_saving(), tuple(sorted(training)) if subject.save is not None else ()
+    return replace(held, model=model, generators=generators, running=running, saved_in_train=modes)
 
 
 def save_all_over(folder: str) -> None:
@@ -143,7 +149,8 @@ def load_all(folder: str, changed: Collection[str] = ()) -> RankResumed:
     optimizer, generators, fresh = _load_all(folder, changed)
     subject = resharded_subject()
     held = _describe_all(subject, optimizer, _describe_loaded_model(subject))
-    return replace(held, generators=generators, beside_before=fresh)
+    empty = any(not own for own in optimizer.state.values())
+    return replace(held, generators=generators, beside_before=fresh, empty_entries=empty)
 
 
 def load_all_in_other_size(folder: str) -> None:
