@@ -10,7 +10,8 @@ from pytest_fsdp_meta.checks.materialisation import judge as materialisation
 from pytest_fsdp_meta.checks.memory import judge as memory
 from pytest_fsdp_meta.checks.random_numbers import judge as random_numbers
 from pytest_fsdp_meta.checks.sharding import judge as sharding
-from pytest_fsdp_meta.checks.simulation import judge as simulated_sizes
+from pytest_fsdp_meta.checks.simulation.judge import sharing as simulated_sizes
+from pytest_fsdp_meta.checks.simulation.judge import step as simulated_steps
 from pytest_fsdp_meta.checks.structure import judge as structure
 from pytest_fsdp_meta.checks.training.judge import (
     accumulation,
@@ -49,7 +50,7 @@ FAMILIES = (
         not_finite,
     ),
     *(checkpoint, exports, resuming, second_save, random_numbers),
-    *(batches, batches_resumed, simulated_sizes),
+    *(batches, batches_resumed, simulated_sizes, simulated_steps),
 )
 
 

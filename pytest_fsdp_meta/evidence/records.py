@@ -154,6 +154,8 @@ class ReferenceFacts:
     """As in ``OptimizerFacts``, of the optimizer that trains it."""
     changed_by_forward: tuple[str, ...] = ()
     """The buffers, and other untrained tensors, that its first forward changes."""
+    recomputing: tuple[str, ...] = ()
+    """The modules with activation checkpointing, as far as their settings say; of a simulated world only."""
     reached_later: tuple[str, ...] = ()
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()

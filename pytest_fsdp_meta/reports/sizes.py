@@ -14,7 +14,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     SimulatedStep,
     Traffic,
 )
-from pytest_fsdp_meta.checks.simulation.judge import describe_memory
+from pytest_fsdp_meta.checks.simulation.judge.step import describe_memory
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.text import as_bytes
 

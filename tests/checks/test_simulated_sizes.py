@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.checks.memory.facts import GatheredGroup
 from pytest_fsdp_meta.checks.simulation.facts import (
     Assumptions,
     BytesOfRanks,
@@ -37,12 +38,18 @@ def gathered(ranks: int, nbytes: int, *dims: str) -> Traffic:
     return Traffic("all_gather", dims, ranks, 1, nbytes)
 
 
-def judged(*sizes: SimulatedSize, id: str = "communication_scales", memory: int = 0):
+def judged(
+    *sizes: SimulatedSize,
+    id: str = "communication_scales",
+    memory: int = 0,
+    recomputing: tuple[str, ...] = (),
+    tensors: tuple[TensorFacts, ...] = (),
+):
     world = WorldFacts(
         sizes[0].size, sizes[0].mesh, "meta", "fake", simulated=(0,), device_memory=memory, memory_reserve=0.06
     )
-    inventory = RankInventory(0, "meta", ())
-    reference = ReferenceFacts("callable", inventory)
+    inventory = RankInventory(0, "meta", tensors)
+    reference = ReferenceFacts("callable", inventory, recomputing=recomputing)
     evidence = Evidence(world, inventory=(inventory,), reference=reference, simulation=sizes)
     catalogue = built_in()
     return judge(catalogue[id], evidence, catalogue)
@@ -163,6 +170,48 @@ def test_what_would_fit_is_said_with_its_bytes(peak, memory, facts, remedies):
     [finding] = judged(size(8, peaks=(peak,), **facts), id=FITS, memory=memory * MIB).findings
     assert finding.remedy == "; ".join(remedies)
     assert finding.cause.startswith("at the peak, a rank holds 40 MiB of ")
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputing", [(), ("layers.0", "layers.1")])
+def test_checkpointing_of_the_reference_only_is_found(recomputes, recomputing):
+    facts = {"peaks": (BACKWARD,), "assumed": Assumptions({}, recomputes=recomputes)}
+    verdict = judged(size(8, **facts), id=FITS, recomputing=recomputing)
+    if recomputes or not recomputing:
+        assert (verdict.status, verdict.findings) == ("skipped", ())
+        return
+    [finding] = verdict.findings
+    assert finding.actual == "no module is computed again in backward, which keeps 40 MiB of activations"
+    assert finding.expected == "activation checkpointing, as layers.0 and 1 more of the reference"
+
+
+def parameter(name: str, rows: int) -> TensorFacts:
+    part = -(-rows // 64), 4
+    mesh, runs = MeshFacts(("dp_shard",), (64,), (0,)), (((0, part[0]),), ((0, 4),))
+    layout = {"placements": ("S(0)",), "mesh": mesh, "width": 4, "identity": hash(name)}
+    return TensorFacts(name, "parameter", (rows, 4), part, runs, "float32", "meta", **layout)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "ranks", "embedding", "found"),
+    [
+        (range(5, 10), 8, 100, "5 of the 10 blocks of layers at once: 80 KiB of 162 KiB"),
+        (range(10), 8, 100, "10 of the 10 blocks of layers at once: 160 KiB of 162 KiB"),
+        (range(4, 10), 1, 100, ""),
+        (range(7, 10), 8, 100, ""),
+        (range(5, 10), 8, 10_000, ""),
+        (range(1), 8, 100, ""),
+    ],
+    ids=["half", "all", "of one rank", "less than 40%", "little beside the embedding", "one"],
+)
+def test_blocks_that_are_gathered_together_are_found(blocks, ranks, embedding, found):
+    names = [f"layers.{number}.up.weight" for number in range(10)]
+    tensors = (parameter("embed", embedding), *(parameter(name, 1024) for name in names))
+    group = GatheredGroup(("embed", *(names[number] for number in blocks)), ranks)
+    smaller = SimulatedSize((("dp_shard", 8),), (RankSize(0, 8 * MIB, 0, SimulatedStep(peaks=(HELD,))),))
+    verdict = judged(size(64, groups=(group,)), smaller, id="memory_falls_with_ranks", tensors=tensors)
+    assert [finding.actual for finding in verdict.findings] == ([f"one FSDP group gathers {found}"] if found else [])
+    assert {finding.expected for finding in verdict.findings} <= {"16 KiB, a block at a time"}
 
 
 def test_a_smaller_world_that_failed_says_why():

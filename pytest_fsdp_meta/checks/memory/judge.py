@@ -222,7 +222,7 @@ def step_memory_bounded(view: View) -> Iterable[Finding]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stack:
+class Stack:
     """The blocks of one list of modules that have the same tensors, such as all layers of a transformer.
 
     A block has modules inside: bare layers in a list are too small to be groups of their own.
@@ -241,7 +241,7 @@ def _gathered_as_one(view: View, ranks: Sequence[StepMemory]) -> Iterator[Findin
 
 def _describe_stacks(view: View, rank: int, groups: Sequence[GatheredGroup]) -> Iterator[str]:
     """Describe the stacks whose blocks a group gathers all at once, if they are most of the parameters."""
-    tensors, stacks = view.evidence.inventory[rank].by_name, list(_stacks(view, rank))
+    tensors, stacks = view.evidence.inventory[rank].by_name, list(stacks_of(view.evidence.inventory[rank]))
 
     def count_bytes(names: Iterable[str]) -> int:
         held = {tensors[name].storage or name: tensors[name] for name in names if name in tensors}.values()
@@ -262,9 +262,8 @@ def _describe_stacks(view: View, rank: int, groups: Sequence[GatheredGroup]) -> 
                 )
 
 
-def _stacks(view: View, rank: int) -> Iterator[_Stack]:
+def stacks_of(inventory: RankInventory) -> Iterator[Stack]:
     """Yield the stacks of two or more equal blocks that share no weight, which could not be groups of their own."""
-    inventory = view.evidence.inventory[rank]
     stacks: dict[str, dict[str, set[tuple[str, str, tuple[int, ...]]]]] = {}
     for tensor in inventory.tensors:
         if tensor.kind == "parameter" and (match := BLOCK.match(tensor.name)):
@@ -279,7 +278,7 @@ def _stacks(view: View, rank: int) -> Iterator[_Stack]:
             tied = {other for names in equal.values() for name in names for other in inventory.tied_with.get(name, ())}
             composed = any("." in rest for rest, _ in signature)
             if composed and len(equal) > 1 and not any(len(names & tied) for names in equal.values()):
-                yield _Stack(stack.rstrip(".") or "the model", equal)
+                yield Stack(stack.rstrip(".") or "the model", equal)
 
 
 def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: Sequence[StepMemory]) -> Iterator[Finding]:

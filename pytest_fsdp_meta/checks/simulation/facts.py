@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from pytest_fsdp_meta.checks.memory.facts import GatheredGroup
 from pytest_fsdp_meta.text import as_bytes
 
 NO_VALUES = "simulated: the ranks have no values, and send nothing"
@@ -86,10 +87,14 @@ class PhasePeak:
         return sum(self.parts.values())
 
     @property
+    def large_parts(self) -> dict[str, int]:
+        """Those that matter."""
+        return {name: nbytes for name, nbytes in self.parts.items() if nbytes > self.nbytes / 50}
+
+    @property
     def composition(self) -> str:
-        """The parts that matter, largest first, such as "47 GiB of activations, 5 GiB of gathered parameters"."""
-        large = {name: nbytes for name, nbytes in self.parts.items() if nbytes > self.nbytes / 50}
-        ordered = sorted(large.items(), key=lambda part: part[1], reverse=True)
+        """The large parts, largest first, such as "47 GiB of activations, 5 GiB of gathered parameters"."""
+        ordered = sorted(self.large_parts.items(), key=lambda part: part[1], reverse=True)
         return ", ".join(f"{as_bytes(nbytes)} of {PARTS[name]}" for name, nbytes in ordered)
 
 
@@ -123,6 +128,7 @@ class SimulatedStep:
     missing: str = ""
     """The field of Subject without which no step can be run, or empty."""
     assumed: Assumptions = Assumptions({})
+    groups: tuple[GatheredGroup, ...] = ()
     unstepped: str = ""
     """Why what the optimizer needs while it steps is unknown, or empty."""
 

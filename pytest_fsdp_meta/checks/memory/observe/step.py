@@ -46,7 +46,7 @@ def observe_step_memory(
     context is raised.
     """
     model = subject.model
-    groups = tuple(_groups(model))
+    groups = tuple(gathered_groups(model))
     if problem := COMPILED if any(map(is_compiled, model.modules())) else problem:
         return None, StepMemory(None, groups=groups, problem=problem)
     watch = StepMemoryWatch(model)
@@ -188,7 +188,7 @@ class _Saved:
             self._watch.release(key)
 
 
-def _groups(model: Module) -> Iterator[GatheredGroup]:
+def gathered_groups(model: Module) -> Iterator[GatheredGroup]:
     names: dict[int, list[str]] = {}
     for name, _, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)

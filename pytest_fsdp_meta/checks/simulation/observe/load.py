@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from pytest_fsdp_meta.checks.collectives.observe import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import Loaded, call_loader, describe, judgeable_subject
@@ -35,7 +36,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     tree_map,
 )
 from pytest_fsdp_meta.ranks.watching import watching
-from pytest_fsdp_meta.text import as_bytes, first_line
+from pytest_fsdp_meta.text import as_bytes, clean_name, first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, cause_of, current, doing
 from pytest_fsdp_meta.worlds.rank.preload import TORCH_ON_FORK
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
@@ -114,7 +115,15 @@ def observe_reference(
         if kind == "parameter" and name in frozen:
             tensor.requires_grad_(False)
     inventory = take_inventory(model, 0, "meta", attributes)
-    return ReferenceFacts(source="callable", inventory=inventory, state_dict=tuple(model.state_dict()))
+    keys, recomputing = tuple(model.state_dict()), tuple(_recomputing(model))
+    return ReferenceFacts(source="callable", inventory=inventory, state_dict=keys, recomputing=recomputing)
+
+
+def _recomputing(model: Module) -> Iterator[str]:
+    """Yield the modules that compute their forward again in backward: by transformers' flag, or torch's wrapper."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper":
+            yield clean_name(name) or "the model"
 
 
 def limit_memory() -> None:

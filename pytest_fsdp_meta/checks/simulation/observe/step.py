@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.collectives.observe import GROUPS, INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import noting_resizes
+from pytest_fsdp_meta.checks.memory.observe.step import gathered_groups
 from pytest_fsdp_meta.checks.simulation.facts import (
     BACKWARD,
     BACKWARD_PASS,
@@ -161,6 +162,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
         peaks=tuple(peaks),
         traffic=tuple(recorder.traffic()),
         assumed=_assumptions(model, batch, optimizer, recorder.recomputes),
+        groups=tuple(gathered_groups(model)),
         unstepped=unstepped,
     )
 

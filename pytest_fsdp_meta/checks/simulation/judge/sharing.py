@@ -1,28 +1,15 @@
-"""Check what a loader does at a size at which it does not run: empty ranks, memory and traffic by world size."""
+"""Check what ranks would hold at a size at which the loader does not run: empty ranks, and memory by world size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import prod
 
-from pytest_fsdp_meta.checks.simulation.facts import (
-    ACTIVATIONS,
-    FACTORS,
-    GATHERED,
-    GRADIENTS,
-    HELD,
-    OPTIMIZER,
-    STEPPING,
-    TEMPORARY,
-    SimulatedSize,
-    SimulatedStep,
-    Traffic,
-)
+from pytest_fsdp_meta.checks.memory.judge import stacks_of
+from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import (
     TensorFacts,
-    WorldFacts,
     replicates,
     sharded_dim,
     shards_data,
@@ -32,13 +19,13 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import scale_check
-from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import as_bytes, counted
 
 LARGE = 0.01
 """Fraction of the whole; smaller parts, such as those of norms and biases, are not named."""
-FEW_TIMES = (2, 4, 8, 16)
-"""How many times as many ranks are worth naming where a step does not fit."""
+MUCH_OF_THE_MODEL = 0.4
+"""Fraction of the parameters, from which on the blocks that one group gathers are a large part of the model."""
 SLACK = 1.25
 """Factor by which a rank may hold or send more than the growth of the world explains: padding and small tensors."""
 EXPLAINING = ("nothing_left_unsharded", "dtensor_placements", "shards_tile_the_tensor", "no_rank_is_empty_handed")
@@ -123,8 +110,8 @@ def _bytes(tensor: TensorFacts) -> int:
 
 
 @scale_check(
-    promise="in a simulated world, what a rank holds falls as the mesh grows, and each dimension of the mesh that is "
-    "for parts of the model divides some",
+    promise="in a simulated world, what a rank holds falls as the mesh grows, each dimension of the mesh that is "
+    "for parts of the model divides some, and no group gathers a large part of the model at a time",
     after=[MANIFEST, *EXPLAINING],
     why="A model that fits on eight GPUs should fit on sixty-four with room for longer sequences; a part that does not "
     "fall is paid on every GPU.",
@@ -138,7 +125,8 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
     for dim, size in _idle_dims(view):
         ranks = tuple(rank.rank for rank in view.evidence.inventory)
         yield Finding(None, ranks, f"{dim}={size} divides no parameter", "what it is for on each of them", **_IDLE)
-    largest, *others = _sizes(view)
+    yield from _gathered_together(view)
+    largest, *others = sizes_to_compare(view)
     for smaller in others:
         growth = largest.size // smaller.size
         kept = _kept(view, largest, smaller)
@@ -185,144 +173,48 @@ def _idle_dims(view: View) -> Iterator[tuple[str, int]]:
             yield dim, size
 
 
+def _gathered_together(view: View) -> Iterator[Finding]:
+    """Report groups that gather many blocks at a time: on every rank, however many there are."""
+    inventory = view.evidence.inventory[0]
+    tensors = inventory.by_name
+
+    def nbytes(names: Iterable[str]) -> int:
+        return sum(
+            _bytes(tensor) for tensor in {tensors[n].identity: tensors[n] for n in names if n in tensors}.values()
+        )
+
+    whole = nbytes(name for name, tensor in tensors.items() if tensor.kind == "parameter")
+    step = next((size.step for size in simulated_sizes(view) if size.step is not None), None)
+    for group in step.groups if step is not None else ():
+        own = frozenset(group.parameters)
+        for stack in stacks_of(inventory):
+            blocks = [names for names in stack.blocks.values() if not own.isdisjoint(names)]
+            gathered = nbytes(name for names in blocks for name in names & own)
+            if group.ranks > 1 and len(blocks) > 1 and gathered > MUCH_OF_THE_MODEL * whole:
+                yield Finding(
+                    None,
+                    (inventory.rank,),
+                    f"one FSDP group gathers {len(blocks)} of the {counted(len(stack.blocks), 'block')} of "
+                    f"{stack.name} at once: {as_bytes(gathered)} of {as_bytes(whole)}",
+                    f"{as_bytes(nbytes(blocks[0]))}, a block at a time",
+                    **_TOGETHER,
+                )
+
+
+_TOGETHER: Explanation = {
+    "cause": "fully_shard() was applied to a module with many blocks and not to these, so they are gathered together "
+    "on every rank, however many there are",
+    "remedy": "call fully_shard() on each block, and then on the module around them",
+}
+
+
 def _median(size: SimulatedSize) -> str:
     """Return what the rank in the middle holds, if that is less: then a few ranks hold too much."""
     known = size.parameters
     return f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
 
 
-@scale_check(
-    promise="in a simulated world, what a rank sends in a step does not grow with the mesh",
-    after=[MANIFEST, *EXPLAINING],
-    why="FSDP sends as much per rank on a thousand ranks as on ten; traffic that grows with the ranks ends scaling.",
-    cause="a collective gathers something from every rank: gradients, optimizer state or outputs",
-    remedy="reduce instead of gathering, or gather within a group of fixed size",
-    references=["arXiv:1910.02054 (ZeRO), section 7"],
-    simulated="only",
-)
-def communication_scales(view: View) -> Iterable[Finding]:
-    largest, *others = _sizes(view)
-    step = _step(largest)
-    for smaller in others:
-        for part, before, expected in _pairs(step, _step(smaller)):
-            if part.nbytes < LARGE * step.sent or part.nbytes <= SLACK * expected:
-                continue
-            over = f" over {' and '.join(part.dims)}" if part.dims else f" among {counted(part.ranks, 'rank')}"
-            yield Finding(
-                None,
-                (largest.ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{_most(part)}, "
-                f"after {as_bytes(before)} in one of {smaller.size}",
-                "about as much",
-            )
-
-
-def _most(part: Traffic) -> str:
-    """Return the module for which most of it is sent."""
-    most = part.largest_module
-    return f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most is not None else ""
-
-
-@scale_check(
-    promise="in a simulated world, a step fits into the memory of a device (--fsdp-device-memory), with a reserve",
-    after=[MANIFEST, *EXPLAINING],
-    why="A step that does not fit is found out after hours in a queue, by a thousand GPUs at once.",
-    cause="what a rank holds at the peak of the step takes more than the device has for tensors",
-    remedy="use more ranks or fewer rows, or hold less at a time",
-    references=["arXiv:1910.02054 (ZeRO), section 3"],
-    simulated="only",
-)
-def step_fits(view: View) -> Iterable[Finding]:
-    world, sizes = view.evidence.world, _simulated(view)
-    if not world.device_memory:
-        raise NotJudged("the memory of a device is not known: --fsdp-device-memory=80GiB")
-    size, step = sizes[0], _step(sizes[0])
-    if step.most > world.usable_memory:
-        yield Finding(
-            None,
-            tuple(rank.rank for rank in size.ranks if rank.step is step),
-            f"{as_bytes(step.most)} in {step.peak.phase}{f' at {step.peak.module}' if step.peak.module else ''}",
-            f"at most {describe_memory(world)}",
-            cause=f"at the peak, a rank holds {step.peak.composition}",
-            remedy="; ".join(_what_would_help(step, size.size, world.usable_memory)),
-        )
-    elif step.unstepped:
-        raise PartlyJudged(f"what the optimizer needs while it steps is unknown: {step.unstepped}")
-
-
-def describe_memory(world: WorldFacts) -> str:
-    """Return such as "75.2 GiB (80 GiB less a reserve of 6%)"."""
-    reserve = f"a reserve of {100 * world.memory_reserve:g}%"
-    return f"{as_bytes(world.usable_memory)} ({as_bytes(world.device_memory)} less {reserve})"
-
-
-def _what_would_help(step: SimulatedStep, ranks: int, limit: int) -> Iterator[str]:
-    """Yield what takes memory at the peak that a loader need not hold, each with its bytes."""
-    peak, over = step.peak, step.most - limit
-    kept, gathered = peak.parts.get(ACTIVATIONS, 0), peak.parts.get(GATHERED, 0)
-    if kept and not step.assumed.recomputes:
-        yield f"checkpoint each block, which keeps a small part of the {as_bytes(kept)} of activations"
-    if gathered > 2 * step.gathered:
-        yield (
-            "reshard_after_forward=True and a group for each block: at most a few groups are gathered at a time, "
-            f"instead of {as_bytes(gathered)}"
-        )
-    if peak.phase == STEPPING and (temporary := peak.parts.get(TEMPORARY, 0)):
-        yield f"fused=True or foreach=False in the optimizer, which saves {as_bytes(temporary)}"
-    falling = (HELD, GRADIENTS, OPTIMIZER, TEMPORARY if peak.phase == STEPPING else "")
-    shared = sum(peak.parts.get(part, 0) for part in falling)
-    if factor := next((n for n in FEW_TIMES if shared * (1 - 1 / n) >= over), 0):
-        about = as_bytes(round(step.most - shared * (1 - 1 / factor)))
-        yield f"{factor * ranks} ranks, on which it would be about {about}, if they share all of the parameters"
-    else:
-        yield f"fewer rows or shorter ones: {as_bytes(step.most - shared)} would not fall with more ranks"
-
-
-def _step(size: SimulatedSize) -> SimulatedStep:
-    if size.step is not None:
-        return size.step
-    steps = [rank.step for rank in size.ranks if rank.step is not None and rank.step.problem]
-    if not steps:
-        raise NotDeclared("batch")
-    message = f"no step of {size.size} ranks was simulated: {steps[0].problem}"
-    if steps[0].missing:
-        raise NotDeclared(steps[0].missing, instead=message)
-    raise Unjudgeable(message) if steps[0].error else NotJudged(message)
-
-
-def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffic, int, float]]:
-    """Yield traffic of a world with the bytes in a smaller one, and those that a ring of its size would send.
-
-    Groups of the same size are alike. The others differ in size because the world does, and are compared together.
-    """
-    by_ranks = {(part.op, part.dims, part.ranks): part for part in earlier.traffic}
-    alike = [(part, by_ranks.pop((part.op, part.dims, part.ranks), None)) for part in step.traffic]
-    grown: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for part, same in alike:
-        if same is not None:
-            yield part, same.nbytes, same.nbytes
-            continue
-        other = grown.get((part.op, part.dims), replace(part, nbytes=0, modules=()))
-        joined = replace(
-            part,
-            ranks=max(part.ranks, other.ranks),
-            nbytes=part.nbytes + other.nbytes,
-            modules=(*part.modules, *other.modules),
-        )
-        grown[part.op, part.dims] = joined
-    for (op, dims), part in grown.items():
-        before = [one for one in by_ranks.values() if (one.op, one.dims) == (op, dims) and one.ranks > 1]
-        if before:
-            expected = sum(_ring(part.ranks, one.ranks) * one.nbytes for one in before)
-            yield part, sum(one.nbytes for one in before), expected
-
-
-def _ring(ranks: int, before: int) -> float:
-    """Return the growth of what a ring sends: (n - 1) / n of the whole."""
-    return (1 - 1 / ranks) / (1 - 1 / before)
-
-
-def _simulated(view: View) -> tuple[SimulatedSize, ...]:
+def simulated_sizes(view: View) -> tuple[SimulatedSize, ...]:
     """Return the simulated world and smaller ones, as far as they could be simulated."""
     if not view.evidence.world.simulated:
         raise NotJudged(NOT_SIMULATED)
@@ -331,10 +223,10 @@ def _simulated(view: View) -> tuple[SimulatedSize, ...]:
     return tuple(size for size in view.evidence.simulation or () if not size.problem)
 
 
-def _sizes(view: View) -> tuple[SimulatedSize, ...]:
+def sizes_to_compare(view: View) -> tuple[SimulatedSize, ...]:
     """Return the simulated world and at least one smaller one."""
     world, sizes = view.evidence.world, view.evidence.simulation or ()
-    if len(known := _simulated(view)) > 1:
+    if len(known := simulated_sizes(view)) > 1:
         return known
     if problems := [f"no world of {size.size} could be simulated: {size.problem}" for size in sizes if size.problem]:
         raise NotJudged(problems[0])

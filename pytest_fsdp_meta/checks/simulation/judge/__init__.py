@@ -1,0 +1,1 @@
+"""Judge what simulated worlds have shown."""
