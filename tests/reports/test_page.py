@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
+from pytest_fsdp_meta.evidence import MeshFacts
 from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
@@ -365,6 +366,27 @@ def test_boxes_are_arranged_as_the_mesh():
     assert places({"dp_shard": 12}) == (8, 2)
     assert places({"pp": 2, "dp_shard": 2, "tp": 2}) == (2, 4)
     assert places({"dp_replicate": 1, "dp_shard": 32}) == (8, 4)
+
+
+def test_the_mesh_that_the_loader_made_is_named_and_drawn():
+    def made(mesh: dict[str, int], on: MeshFacts) -> LoaderRecord:
+        return loader(mesh=mesh, tensors=[replace(tensor("a", (4, 4), mesh, ("S(0)",)), mesh=on)])
+
+    own = made({"dp_shard": 4}, MeshFacts(("replicas", None), (2, 2), (0, 0)))
+    assert "mesh dp_shard=4; the loader made replicas=2" in Reader(render(report(own))).text
+    assert "as the mesh: unnamed to the right, replicas down" in Reader(render(report(own))).text
+    assert len({y for _, y, _ in group_layouts(own)[0].picture.labels}) == 2
+    pairs = made({"dp_shard": 4}, MeshFacts(("pairs",), (2,), (0,)))
+    assert "the loader made pairs=2" in Reader(render(report(pairs))).text
+    assert len({y for _, y, _ in group_layouts(pairs)[0].picture.labels}) == 1
+    part = made({"dp_replicate": 2, "dp_shard": 2}, MeshFacts(("dp_shard",), (2,), (0,)))
+    assert "the loader made" not in Reader(render(report(part))).text
+
+
+def test_the_key_of_the_layouts_has_what_is_drawn():
+    passing, broken = build_view(report()).clean[0], build_view(report()).failing[0]
+    assert passing.states == ("shard", "whole")
+    assert broken.states == ("shard", "wrong", "unsharded", "uninitialised")
 
 
 def collective(op="all_gather", elements=8, dtype="float32", **facts) -> Collective:

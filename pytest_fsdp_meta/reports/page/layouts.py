@@ -85,6 +85,8 @@ class Layout:
         return "; ".join(f"{name_ranks(held.ranks)}: {held.text}" for held in self.held)
 
 
+Mesh = tuple[tuple[str, int], ...]
+"""The names and sizes of the dimensions of a mesh."""
 Named = Mapping[str, Mapping[str, frozenset[int]]]
 """Tensor -> check -> the ranks of its findings about the tensor."""
 
@@ -99,8 +101,26 @@ def group_layouts(record: LoaderRecord) -> tuple[Layout, ...]:
         findings = tuple(named.get(tensor.name, {}).items())
         key = replace(tensor, name="", mesh=None, tied=()), findings, bool(tensor.tied)
         groups.setdefault(key, []).append(tensor)
-    layouts = [_layout(tensors, named, record.world) for tensors in groups.values()]
+    world = replace(record.world, mesh=drawn_mesh(record))
+    layouts = [_layout(tensors, named, world) for tensors in groups.values()]
     return tuple(sorted(layouts, key=lambda layout: not layout.has_problem))
+
+
+def own_meshes(record: LoaderRecord) -> tuple[Mesh, ...]:
+    """Return the meshes of tensors that are neither the mesh of the world nor a part of it."""
+    meshes = (tensor.mesh for tensor in (record.summary.tensors if record.summary else ()))
+    pairs = (tuple(zip(mesh.dims, mesh.shape, strict=True)) for mesh in meshes if mesh is not None)
+    return tuple(
+        tuple((name or "unnamed", size) for name, size in mesh)
+        for mesh in dict.fromkeys(pairs)
+        if not set(mesh) <= set(record.world.mesh)
+    )
+
+
+def drawn_mesh(record: LoaderRecord) -> Mesh:
+    """Return the mesh in whose order ranks are drawn: the one that the loader made of all ranks, or the world's."""
+    own = own_meshes(record)
+    return own[0] if len(own) == 1 and prod(size for _, size in own[0]) == record.world.size else record.world.mesh
 
 
 def _ranks_by_check(record: LoaderRecord) -> Named:

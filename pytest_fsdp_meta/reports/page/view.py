@@ -13,7 +13,7 @@ from pytest_fsdp_meta.reports.failures import describe_failures, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
 from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
-from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
@@ -121,6 +121,21 @@ class LoaderView:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         return group_layouts(self.record)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states of tensors that its drawings show, but those that are not filled."""
+        shown = {state for layout in self.layouts for state in layout.states}
+        return tuple(state for state in STATES if state in shown and state != "nothing")
+
+    @property
+    def own_meshes(self) -> tuple[Mesh, ...]:
+        return own_meshes(self.record)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh in whose order ranks are drawn."""
+        return drawn_mesh(self.record)
 
     @cached_property
     def traced(self) -> StepView | None:
