@@ -89,8 +89,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iter
         yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
         yield from _describe_causes(loaders)
-        yield from _describe_evenness(loaders)
-        yield from _describe_notes(loaders)
+        yield from ((line, {}) for line in describe_unseen(loaders))
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
         yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
@@ -159,7 +158,13 @@ def _describe_place(story: Story, place: Place) -> str:
     return f"{first_of([check.check for check in place.checks])} in {where}"
 
 
-def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+def describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
+    """Yield a line for each thing that no check could see, because of the sizes and values of the models."""
+    yield from _describe_evenness(loaders)
+    yield from _describe_notes(loaders)
+
+
+def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     """Yield the smallest number of ranks that would divide a shard unevenly, if none of the run was uneven."""
     known = [(loader, loader.evenness) for loader in loaders if loader.evenness is not None]
     if not known or not all(evenness.even for _, evenness in known):
@@ -167,12 +172,11 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     loader, first = min(known, key=lambda pair: pair[1].ranks)
     yield (
         f"every shard was even, so padding was not tested; {first.ranks} ranks would divide "
-        f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly",
-        {},
+        f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly"
     )
 
 
-def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     """Yield a line for each kind of note on loaders without failures."""
     clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
     for kind, text in NOTES.items():
@@ -182,7 +186,7 @@ def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
             if kind in loader.notes
         ]
         if blind:
-            yield text.format(first_of(blind)), {}
+            yield text.format(first_of(blind))
 
 
 def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:

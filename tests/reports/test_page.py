@@ -383,6 +383,24 @@ def test_the_mesh_that_the_loader_made_is_named_and_drawn():
     assert "the loader made" not in Reader(render(report(part))).text
 
 
+def test_what_could_be_checked_in_addition_is_said_once_for_each_reason():
+    def passing(name: str, **reasons: str) -> LoaderRecord:
+        skipped = {one: check(one, "not declared", reason=reason) for one, reason in reasons.items()}
+        return loader(name, checks=skipped | {"loss_parity": check("loss_parity", "partly checked", reason="part")})
+
+    data = {"batches_follow_the_mesh": "no data", "batches_resume": "no data"}
+    page = build_view(report(passing("a.py::a", **data), passing("a.py::b", drawn_weights_are_one_draw="no draw")))
+    assert [(one.reason, [each.record.check for each in one.checks], one.loaders) for one in page.unchecked] == [
+        ("part", ["loss_parity"], 2),
+        ("no data", ["batches_follow_the_mesh", "batches_resume"], 1),
+        ("no draw", ["drawn_weights_are_one_draw"], 1),
+    ]
+    text = Reader(render(page.report)).text
+    assert "no data in 1 of 2 loaders batches_follow_the_mesh" in text
+    assert "What could be checked in addition" not in Reader(render(report())).text, "something failed"
+    assert "What could be checked in addition" not in Reader(render(report(loader()))).text, "all was checked"
+
+
 def test_the_key_of_the_layouts_has_what_is_drawn():
     passing, broken = build_view(report()).clean[0], build_view(report()).failing[0]
     assert passing.states == ("shard", "whole")

@@ -37,6 +37,8 @@ STYLES = ("templates/page.css", "templates/plots.css", "templates/history.css")
 MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
 MOST_OPEN = 5
 """Lines of a kind of change that are open when the page opens; "What broke" has the new failures."""
+MOST_UNCHECKED = 12
+"""Reasons why something was not checked that are not folded."""
 MOST_DETAILED = 60
 """Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
 SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "state", "matrix", "filters", "links", "start"))
@@ -136,6 +138,7 @@ def _environment() -> Environment:
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "MOST_DETAILS": MOST_DETAILS,
         "MOST_DETAILED": MOST_DETAILED,
+        "MOST_UNCHECKED": MOST_UNCHECKED,
         "MOST_OPEN": MOST_OPEN,
         "MAIN_VERSIONS": MAIN_VERSIONS,
         "ACTIVITIES": ACTIVITIES,

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
+from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_unchecked, unseen
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -232,6 +233,16 @@ class PageView:
     def folds_clean(self) -> bool:
         """Whether the matrix opens with the rows and columns that have failures, and one row for all others."""
         return self.is_packed or len(self.clean) > MOST_CLEAN
+
+    @property
+    def unseen(self) -> list[str]:
+        """What no check could see, because of the sizes and values of the models."""
+        return unseen(self.report.loaders)
+
+    @property
+    def unchecked(self) -> list[Unchecked]:
+        """What could be checked in addition."""
+        return group_unchecked(loader.checks.values() for loader in self.loaders)
 
     @property
     def verdict(self) -> tuple[str, str, str]:

@@ -1,0 +1,42 @@
+"""What a run without failures did not check: what the models hide, fields that are not declared, partly checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_fsdp_meta.reports.page.checks import CheckView
+from pytest_fsdp_meta.reports.schema import LoaderRecord
+from pytest_fsdp_meta.reports.totals import describe_unseen
+
+UNCHECKED = ("partly checked", "not declared")
+"""Kinds of checks that check more if the test or the model changes, in the order in which the page shows them."""
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """Checks that did not check everything, for the same reason, and the number of loaders with one of them."""
+
+    kind: str
+    reason: str
+    checks: tuple[CheckView, ...]
+    loaders: int
+
+
+def group_unchecked(loaders: Iterable[Iterable[CheckView]]) -> list[Unchecked]:
+    """Return what could be checked in addition, each reason once. ``loaders`` has the checks of each loader."""
+    found: dict[tuple[str, str], dict[str, CheckView]] = {}
+    where: dict[tuple[str, str], set[int]] = {}
+    for number, checks in enumerate(loaders):
+        for check in checks:
+            if check.kind in UNCHECKED:
+                key = check.kind, check.record.reason
+                found.setdefault(key, {}).setdefault(check.record.check, check)
+                where.setdefault(key, set()).add(number)
+    groups = (Unchecked(*key, tuple(checks.values()), len(where[key])) for key, checks in found.items())
+    return sorted(groups, key=lambda group: UNCHECKED.index(group.kind))
+
+
+def unseen(records: Sequence[LoaderRecord]) -> list[str]:
+    """Return a sentence for each thing that no check could see, because of the sizes and values of the models."""
+    return [line[:1].upper() + line[1:] + "." for line in describe_unseen(records)]
