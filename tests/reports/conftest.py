@@ -13,7 +13,7 @@ import pytest
 
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import CheckHistory, Outcome, Report
+from pytest_fsdp_meta.reports.schema import CheckHistory, Evenness, LoaderRecord, Outcome, Report
 from tests.reports import report_factory as factory
 from tests.reports.chromium import QUIET, chromium
 from tests.reports.many_loaders import nightly, yesterday
@@ -50,12 +50,29 @@ def flaky() -> Report:
     return replace(made, loaders=tuple(loaders))
 
 
+def with_others(*loaders: LoaderRecord) -> Report:
+    """Return a run of these loaders and three that pass, which are enough for a table in place of a list."""
+    return report(*loaders, *(factory.loader(f"tests/test_llama.py::test_{number}") for number in range(3)))
+
+
+def alone() -> Report:
+    """Return a run of one loader that passes, without some of what could be checked."""
+    reason = "Subject(data=...) is not declared"
+    data = ("batches_follow_the_mesh", "batches_resume")
+    checks = {one: check(one, "not declared", reason=reason) for one in data}
+    checks["dcp_round_trip"] = check("dcp_round_trip", "partly checked", reason="not judged: 1 buffer")
+    one = replace(factory.loader(checks=checks), evenness=Evenness(True, 3, ("lm_head.weight (128 on dim 0)",)))
+    return report(one)
+
+
 PAGES: dict[str, Callable[[], Report]] = {
     "usual": report,
+    "alone": alone,
+    "table": lambda: with_others(factory.broken_loader()),
     "hostile": factory.hostile,
     "empty": lambda: replace(report(), loaders=()),
     "cut": lambda: report(complete=False, exit_status=None),
-    "raised": lambda: report(factory.raised()),
+    "raised": lambda: with_others(factory.raised()),
     "large": factory.large,
     "compared": report,
     "nights": factory.nights,

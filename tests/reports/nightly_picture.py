@@ -117,7 +117,7 @@ def run_nights(folder: Path, nights: Collection[Collection[str]] = NIGHTS, *opti
 
 
 def shoot(page_file: Path, target: Path) -> None:
-    """What changed, the last runs, the table, and the first failed check."""
+    """What changed, the last runs, the checks, and the first failed check."""
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium(started), args=QUIET)
         page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")

@@ -64,6 +64,9 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
     ("name", "theme"),
     [
         ("usual", "dark"),
+        ("alone", "light"),
+        ("alone", "dark"),
+        ("table", "light"),
         ("compared", "dark"),
         ("nights", "light"),
         ("known", "light"),
@@ -154,7 +157,7 @@ def test_filter_by_tensor(opened):
 
 
 def test_filter_by_status_check_rank_and_loader(opened):
-    page = opened()
+    page = opened("table")
     page.locator("[name=status][value=error]").check(force=True)
     until(page, "location.hash === '#status=error'")
     assert shown(page, ".result h3 code") == ["dcp_reshards"]
@@ -172,8 +175,8 @@ def test_filter_by_status_check_rank_and_loader(opened):
     page.get_by_role("button", name="Reset").click()
     page.locator("#by-loader").select_option("2")
     until(page, "location.hash === '#loader=2'")
-    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 2 loaders, 0 of 4 findings, ")
-    assert shown(page, ".loader h2") == [factory.LLAMA]
+    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 4 loaders, 0 of 4 findings, ")
+    assert shown(page, ".loader h2") == ["tests/test_llama.py::test_0"]
 
 
 def test_filters_apply_to_checks_that_share_an_article(opened):
@@ -192,7 +195,7 @@ def test_filters_apply_to_checks_that_share_an_article(opened):
 
 
 def test_a_link_restores_the_filters(opened):
-    page = opened(fragment="#tensor=up_proj&status=failed&at=loader-1-params_equal_reference")
+    page = opened("table", fragment="#tensor=up_proj&status=failed&at=loader-1-params_equal_reference")
     assert page.locator("#by-tensor").input_value() == "up_proj"
     assert page.locator("[name=status][value=failed]").is_checked()
     assert shown(page, ".result h3 code") == ["params_equal_reference"]
@@ -203,7 +206,7 @@ def test_a_link_restores_the_filters(opened):
 
 
 def test_a_link_reveals_a_folded_or_filtered_target(opened):
-    page = opened(fragment="#tensor=rotary&at=loader-1-loss_parity")
+    page = opened("table", fragment="#tensor=rotary&at=loader-1-loss_parity")
     assert focused(page, "id") == "loader-1-loss_parity"
     assert page.locator("#by-tensor").input_value() == ""
     page.evaluate("location.hash = '#loader-2-no_meta_params'")
@@ -248,23 +251,118 @@ def test_the_skip_link_leads_to_the_results(opened):
 
 
 def test_arrow_keys_move_within_the_matrix(opened):
-    page = opened()
+    page = opened("table")
     page.locator("#matrix td a[tabindex='0']").focus()
     assert focused(page, "dataset.c") == "no_uninitialized_memory"
     page.keyboard.press("ArrowRight")
     assert focused(page, "dataset.c") == "params_on_rank_device"
     page.keyboard.press("ArrowDown")
     assert focused(page, "dataset.s") == "passed"
-    page.keyboard.press("ArrowDown")  # there is no row below
+    for _ in range(3):  # there is no row below the last one
+        page.keyboard.press("ArrowDown")
+    assert focused(page, "hash") == "#loader-4-params_on_rank_device"
     page.keyboard.press("End")
+    assert focused(page, "dataset.c") == factory.CATALOGUE[-1].check
+    page.keyboard.press("ArrowLeft")
     assert focused(page, "dataset.c") == "communication_scales"
-    page.keyboard.press("ArrowUp")
+    for _ in range(3):
+        page.keyboard.press("ArrowUp")
     assert focused(page, "dataset.s") == "not run"
     page.keyboard.press("Enter")
     until(page, "document.activeElement.id === 'loader-1-communication_scales'")
     until(page, UNCOVERED)
     page.go_back()
     assert page.evaluate("location.hash") == ""
+
+
+@pytest.mark.parametrize("width", [PHONE, 390, 1400])
+@pytest.mark.parametrize("name", ["alone", "usual"])
+def test_the_checks_of_few_loaders_are_a_list_inside_the_screen(opened, name, width):
+    page = opened(name, width=width)
+    names = page.locator(".list th[scope=row]").all()
+    assert [one.inner_text().split()[-1] for one in names] == [one.check for one in factory.CATALOGUE]
+    assert shown(page, ".list .family") == list(dict.fromkeys(one.family for one in factory.CATALOGUE))
+    outside = """[...document.querySelectorAll('.list *:not(.vh)')].filter((one) =>
+        one.checkVisibility() && one.getBoundingClientRect().right > innerWidth - 10).map((one) => one.outerHTML)"""
+    assert page.evaluate(outside) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".matrix-scroller").count() == 0
+
+
+def test_a_list_of_several_loaders_has_a_mark_for_each(opened):
+    page = opened()
+    assert shown(page, ".list thead th") == ["test_broken", "test_llama"]
+    marks = page.locator(".list tr", has_text="loss_parity").locator(".cell").all()
+    assert [one.get_attribute("aria-label") for one in marks] == [
+        "test_broken, loss_parity: failed",
+        "test_llama, loss_parity: passed",
+    ]
+    page.locator("#cause-1 .in-table").click()
+    assert focused(page, "id") == "cell-1-no_uninitialized_memory"
+
+
+def test_arrow_keys_move_within_a_list(opened):
+    page = opened("alone")
+    assert page.locator("#matrix a[tabindex='0']").count() == 1
+    page.locator("#matrix a[tabindex='0']").focus()
+    assert focused(page, "hash") == "#loader-1-same_manifest_on_every_rank"
+    page.keyboard.press("ArrowDown")
+    assert focused(page, "hash") == "#loader-1-names_match_reference"
+    for _ in factory.CATALOGUE:
+        page.keyboard.press("ArrowDown")
+    last = factory.CATALOGUE[-1]
+    assert focused(page, "ariaLabel") == f"{last.check}: passed"
+    page.keyboard.press("Enter")
+    until(page, f"document.activeElement.id === 'loader-1-{last.check}'")
+    assert last.promise in shown(page, f"#loader-1-{last.check}")[0]
+
+
+def test_filters_are_there_where_there_is_something_to_filter(opened):
+    def fields(name: str) -> list[str]:
+        chosen = opened(name).locator("#filters [name]").all()
+        return list(dict.fromkeys(str(one.get_attribute("name")) for one in chosen))
+
+    assert fields("alone") == []
+    assert fields("usual") == ["tensor", "rank"]
+    assert fields("table") == ["tensor", "check", "rank", "loader", "only", "status"]
+
+
+def test_a_page_that_passed_begins_with_what_could_be_checked_in_addition(opened):
+    page = opened("alone")
+    assert page.locator("main > section").first.get_attribute("id") == "unchecked"
+    assert shown(page, ".unseen li")[0].startswith("Every shard was even, so padding was not tested; 3 ranks would ")
+    assert [text.split(" ", 1)[1] for text in shown(page, ".groups dt")] == [
+        "not judged: 1 buffer",
+        "Subject(data=...) is not declared",
+    ]
+    assert [text.split()[0] for text in shown(page, ".groups dd")] == [
+        "dcp_round_trip",
+        "batches_follow_the_mesh",
+        "batches_resume",
+    ]
+    assert opened().locator("#unchecked").count() == 0, "what broke comes first"
+
+
+def test_findings_are_shown_once_until_they_are_opened(opened):
+    page = opened()
+    assert page.locator("main").inner_text().count("never written (poison value NaN)") == 1
+    page.locator("#cause-1 .chips a").first.click()
+    assert focused(page, "id") == "loader-1-no_uninitialized_memory"
+    assert "never written (poison value NaN)" in shown(page, "#loader-1-no_uninitialized_memory")[0]
+    assert page.locator(".result .full[open]").count() == 1
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_table_scrolls_inside_its_box_and_says_so(opened, width):
+    page = opened("table", width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    until(page, "!document.querySelector('#outside').hidden")
+    box = page.locator(".matrix-scroller").bounding_box()
+    assert box["x"] + box["width"] <= width
+    page.locator("#matrix thead th").last.scroll_into_view_if_needed()
+    assert page.evaluate("document.querySelector('.matrix-scroller').scrollLeft") > 0
+    page.get_by_text("only rows and columns with failures").click()
+    until(page, "document.querySelectorAll('#matrix [data-column]:not([hidden])').length === 7")
 
 
 def ground(page: playwright.Page) -> str:

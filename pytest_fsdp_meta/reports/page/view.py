@@ -55,7 +55,10 @@ ANCHOR = re.compile(r"[A-Za-z][\w-]*")
 PART = re.compile(r".*?(?:/|::)")
 """A folder, the file or a class in a node id."""
 MOST_EXPANDED = 3
-"""With more loaders than this, only those with failures are expanded when the page opens."""
+"""With more loaders than this, only those with failures are expanded when the page opens, and their checks are a table
+in place of a list."""
+MOST_UNFILTERED = 12
+"""Findings and layouts of tensors that need no filters, on a page with a list."""
 BIG_LOADERS, BIG_DRAWINGS = 12, 500
 """With more loaders or drawings than this, the browser draws only what is on the screen. With more loaders, their
 sections are closed and packed as well."""
@@ -233,6 +236,22 @@ class PageView:
     def folds_clean(self) -> bool:
         """Whether the matrix opens with the rows and columns that have failures, and one row for all others."""
         return self.is_packed or len(self.clean) > MOST_CLEAN
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the checks are a list by family, which fits any screen, in place of a table of loaders and checks."""
+        return len(self.loaders) <= MOST_EXPANDED
+
+    @property
+    def hides_clean(self) -> bool:
+        """Whether rows and columns without failures can be hidden."""
+        return not self.is_list and (self.folds_clean or bool(self.failing))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether there is enough to look for by tensor or rank."""
+        findings = sum(len(check.findings) for loader in self.report.loaders for check in loader.checks)
+        return not self.is_list or findings + sum(len(one.layouts) for one in self.loaders) > MOST_UNFILTERED
 
     @property
     def unseen(self) -> list[str]:

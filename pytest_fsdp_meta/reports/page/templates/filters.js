@@ -56,7 +56,10 @@ function filterSection(section, now, names = matchTensors(now.tensor)) {
     let shown = fitsStatus(now, node.dataset.check, node.dataset.kind);
     if (node.matches(".result")) {
       const lines = all(".lines > li", node), left = lines.filter((line) => !line.hidden);
-      if (narrowed) shown &&= left.length > 0;
+      if (narrowed) {
+        shown &&= left.length > 0;
+        all(".full", node).forEach((details) => { details.open = true; });
+      }
       tally.findings[0] += shown ? left.length : 0;
       tally.findings[1] += lines.length;
       all(".cause", node).forEach((cause) => { cause.hidden = !one(".lines > li:not([hidden])", cause); });
@@ -69,6 +72,7 @@ function filterSection(section, now, names = matchTensors(now.tensor)) {
   return tally;
 }
 function filter() {
+  if (!form) return;
   const now = state(), names = matchTensors(now.tensor);
   const here = data.loaders.map((_, index) => isHere(index, now, names));
   const tally = { loaders: [0, sections.length], findings: [0, 0], layouts: [0, 0] };

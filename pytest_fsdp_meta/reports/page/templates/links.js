@@ -1,8 +1,9 @@
 // Links lead to targets that may be folded, filtered out or packed; buttons copy commands.
 function reveal(target) {
-  if (target.closest("[hidden]")) { form.reset(); filter(); }
-  if (target.closest("[hidden]")) { form.elements.only.checked = false; filter(); }
+  if (form && target.closest("[hidden]")) { form.reset(); filter(); }
+  if (form?.elements.only && target.closest("[hidden]")) { form.elements.only.checked = false; filter(); }
   for (let parent = target.parentElement; parent; parent = parent.parentElement) if (parent.matches("details")) parent.open = true;
+  all(":scope > .full", target).forEach((details) => { details.open = true; });
   if (target.matches(".loader")) one(".whole", target).open = true;
   all(".at").forEach((node) => node.classList.remove("at"));
   target.classList.add("at");
@@ -26,7 +27,7 @@ function restoreState() {
 async function copyLink(link) {
   try { await navigator.clipboard.writeText(location.href); link.textContent = "link copied"; }
   catch { link.textContent = "link is in the address bar"; }
-  one("#shown").textContent = `The ${link.textContent}`;
+  if (form) one("#shown").textContent = `The ${link.textContent}`;
 }
 async function copyCommand(pressed) {
   const command = pressed.previousElementSibling;

@@ -1,5 +1,5 @@
-// The matrix: rows without failures are built when they are first shown, and it is one Tab stop with arrow keys.
-const rows = matrix ? all("tbody tr[data-row]", matrix) : [];
+// The matrix: rows without failures are built when they are first shown. Like a list, it is one Tab stop with arrow keys.
+const rows = all("table.matrix tr[data-row]");
 const fold = one("#matrix .fold");
 const families = matrix ? [...matrix.tHead.rows[0].cells].slice(1).map((head) => [head, head.colSpan]) : [];
 const heads = matrix ? [...matrix.tHead.rows[1].cells].slice(1) : [];
@@ -30,6 +30,7 @@ function buildRow(row) {
   row.append(cells);
 }
 function showRows(now, here, isShown) {
+  if (!matrix) return;
   let folded = 0;
   const isChosen = (index) => now.loader === String(index + 1);
   rows.forEach((row) => {
@@ -66,22 +67,27 @@ function showColumns(visible) {
   });
 }
 if (matrix) {
+  const box = matrix.parentElement;
+  const sizes = new ResizeObserver(() => { one("#outside").hidden = box.scrollWidth <= box.clientWidth; });
+  [box, matrix].forEach((node) => sizes.observe(node));
+}
+if (grid) {
   const links = (row) => all("a, button", row).filter((link) => !link.closest("[hidden]"));
-  const stop = (cell) => { all("a, button", matrix).forEach((link) => { link.tabIndex = -1; }); cell.tabIndex = 0; };
-  matrix.setAttribute("role", "grid");
-  stop(one("td .s-failed, td .s-error, td .s-crashed", matrix) ?? one("a", matrix));
-  matrix.addEventListener("keydown", (event) => {
+  const stop = (cell) => { all("a, button", grid).forEach((link) => { link.tabIndex = -1; }); cell.tabIndex = 0; };
+  grid.setAttribute("role", "grid");
+  stop(one("tbody :is(.s-failed, .s-error, .s-crashed)", grid)?.closest("a") ?? one("a", grid));
+  grid.addEventListener("keydown", (event) => {
     const moves = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -1e6], End: [0, 1e6] };
-    const move = moves[event.key], grid = all("tbody tr", matrix).filter((row) => !row.hidden).map(links).filter((row) => row.length);
-    const row = grid.findIndex((those) => those.includes(event.target));
+    const move = moves[event.key], lines = all("tr", grid).filter((row) => !row.hidden).map(links).filter((row) => row.length);
+    const row = lines.findIndex((those) => those.includes(event.target));
     if (!move || row < 0) return;
     event.preventDefault();
     const within = (index, length) => Math.min(Math.max(index, 0), length - 1);
-    const those = grid[within(row + move[0], grid.length)];
-    const next = those[within(grid[row].indexOf(event.target) + move[1], those.length)];
+    const those = lines[within(row + move[0], lines.length)];
+    const next = those[within(lines[row].indexOf(event.target) + move[1], those.length)];
     stop(next);
     next.focus();
     next.scrollIntoView({ block: "nearest", inline: "nearest" });
   });
-  matrix.addEventListener("focusin", (event) => event.target.matches("a, button") && stop(event.target));
+  grid.addEventListener("focusin", (event) => event.target.matches("a, button") && stop(event.target));
 }

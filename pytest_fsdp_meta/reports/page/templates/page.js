@@ -2,7 +2,8 @@
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const one = (selector, within = document) => within.querySelector(selector);
 const data = JSON.parse(one("#data").textContent);
-const form = one("#filters"), matrix = one("#matrix");
+// The grid is a table of loaders and checks, the matrix, or for few loaders a list of checks. Filters may be missing.
+const form = one("#filters"), grid = one("#matrix"), matrix = one("table.matrix");
 const button = one("#theme"), root = document.documentElement;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);

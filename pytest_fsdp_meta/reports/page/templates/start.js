@@ -13,24 +13,25 @@ if (form) {
   form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); storeState(); }, 120); });
   form.addEventListener("reset", () => setTimeout(() => { filter(); storeState(); }));
   one("#unfold")?.addEventListener("click", () => { form.elements.only.checked = false; filter(); storeState(); });
-  document.addEventListener("click", (event) => {
-    const link = event.target.closest('a[href^="#"]');
-    if (!link || event.ctrlKey || event.metaKey || event.shiftKey || link.matches(".skip")) return;
-    const id = decodeURIComponent(link.hash.slice(1));
-    event.preventDefault();
-    goTo(id);
-    history.pushState(null, "", fragment(id));
-    if (link.matches("[data-copy]")) copyLink(link);
-  });
-  addEventListener("popstate", restoreState);
-  addEventListener("hashchange", restoreState);
 }
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('a[href^="#"]');
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey || link.matches(".skip")) return;
+  const id = decodeURIComponent(link.hash.slice(1));
+  event.preventDefault();
+  goTo(id);
+  history.pushState(null, "", fragment(id));
+  if (link.matches("[data-copy]")) copyLink(link);
+});
+addEventListener("popstate", restoreState);
+addEventListener("hashchange", restoreState);
 document.addEventListener("click", (event) => event.target.matches(".copy") && copyCommand(event.target));
 document.addEventListener("toggle", ({ target }) => target.open && target.matches(".whole") && unpack(target.parentElement), true);
 button.addEventListener("click", switchTheme);
 dark.addEventListener("change", applyTheme);
 applyTheme();
-if (form) { filter(); restoreState(); }
+filter();
+restoreState();
 
 // Paper shows what the screen shows, and all of the loaders that failed. It cannot wait for a section to be inflated,
 // so theirs are inflated ahead.
@@ -54,7 +55,7 @@ addEventListener("beforeprint", () => {
   inflated.forEach((html, section) => insert(section, html));
   inflated.clear();
   const failing = ".loader[data-failing]:not([hidden])";
-  const wanted = all(`${failing} > .whole, ${failing} .panel:not(.checks, .time), ${failing} .numbers, #broke > details, #changes > details`);
+  const wanted = all(`${failing} > .whole, ${failing} .panel:not(.checks, .time), ${failing} .numbers, ${failing} .full, #broke > details, #changes > details`);
   before.opened = wanted.filter((details) => !details.open);
   before.opened.forEach((details) => { details.open = true; });
   root.classList.add("paper");

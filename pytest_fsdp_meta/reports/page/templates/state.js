@@ -6,20 +6,21 @@ function state() {
   const given = new FormData(form);
   return {
     ...Object.fromEntries(FIELDS.map((key) => [key, (given.get(key) ?? "").trim()])),
-    status: given.getAll("status"), only: form.elements.only.checked,
+    status: given.getAll("status"), only: Boolean(form.elements.only?.checked),
   };
 }
 function fragment(at) {
   const now = state(), parts = new URLSearchParams();
   for (const key of FIELDS) if (now[key]) parts.set(key, now[key]);
   if (now.status.length) parts.set("status", now.status.join(","));
-  if (form && now.only !== form.elements.only.defaultChecked) parts.set("rows", now.only ? "failures" : "all");
+  if (form?.elements.only && now.only !== form.elements.only.defaultChecked) parts.set("rows", now.only ? "failures" : "all");
   if (!parts.size) return at ? `#${at}` : "";
   if (at) parts.set("at", at);
   return `#${parts}`;
 }
 const storeState = () => history.replaceState(null, "", fragment() || location.pathname + location.search);
 function restoreFilters(parts) {
+  if (!form) return;
   form.reset();
   for (const key of FIELDS) {
     const field = form.elements[key];
@@ -29,5 +30,5 @@ function restoreFilters(parts) {
   }
   const chosen = (parts.get("status") ?? "").split(",");
   all("[name=status]", form).forEach((box) => { box.checked = chosen.includes(box.value); });
-  if (parts.has("rows")) form.elements.only.checked = parts.get("rows") === "failures";
+  if (parts.has("rows") && form.elements.only) form.elements.only.checked = parts.get("rows") === "failures";
 }
