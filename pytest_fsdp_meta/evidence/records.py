@@ -137,7 +137,9 @@ class ReferenceFacts:
     noise: float = 0.0
     """The size below which an element of these gradients is rounding error."""
     norm: float | None = None
-    """The norm of all gradients of the first step, as torch computes it."""
+    """The norm of all gradients of the first step, as torch computes it, after they were clipped."""
+    norm_before_clipping: float | None = None
+    """The same before torch has clipped them; None if nothing, or a function of the author's, did."""
     own_clipping: OwnClipping | None = None
     """None if the author declares no function that clips, or it does the same as torch's."""
     clip_problem: str = ""

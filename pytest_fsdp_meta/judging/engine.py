@@ -154,6 +154,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         if not findings:
             return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
     if findings:
+        findings = add_smaller_worlds(check, findings, evidence.smaller)
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
@@ -285,8 +286,7 @@ def _complete(check: Check, finding: Finding, run: _Run) -> Finding:
         finding = _convert_types(finding)
     if basic := _cause_left_out(check, finding, run):
         return basic
-    finding = replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
-    return add_smaller_worlds(check, finding, run.evidence.smaller)
+    return replace(finding, cause=finding.cause or check.cause, remedy=finding.remedy or check.remedy)
 
 
 def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None:
@@ -297,11 +297,12 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
         for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
             if finding.tensor in basic.failed_tensors:
                 cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
-                return replace(finding, cause=cause, remedy=basic.remedy)
+                return replace(finding, cause=cause, remedy=basic.remedy, cause_alone="", cause_sharded="")
             if finding.tensor is None:
                 other = f"{basic.tensor}: {basic.actual}" if basic.tensor else basic.actual
                 cause = f"{finding.cause or check.cause}; or {id}, which this run leaves out and which fails ({other})"
-                return replace(finding, cause=cause, remedy=finding.remedy or check.remedy)
+                remedy = finding.remedy or check.remedy
+                return replace(finding, cause=cause, remedy=remedy, cause_alone="", cause_sharded="")
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from pytest_fsdp_meta.evidence import SmallerWorld
@@ -36,12 +36,22 @@ def may_be_due_to_ranks(check: Check) -> bool:
     return check.built_in and check.family in FAMILIES and check.id not in EXCEPT
 
 
-def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[SmallerWorld]) -> Finding:
-    """Return the finding with the place where it starts, and with the cause that smaller worlds leave possible."""
+def add_smaller_worlds(check: Check, findings: Sequence[Finding], smaller: Sequence[SmallerWorld]) -> list[Finding]:
+    """Return the findings with the place where they start, and with the cause that smaller worlds leave possible.
+
+    Those of one cause start in one place: there, a few of their tensors may be wrong by less than is noticed.
+    """
     if not smaller or not may_be_due_to_ranks(check):
-        return finding
+        return [*findings]
+    tensors: dict[str, set[str | None]] = {}
+    for finding in findings:
+        tensors.setdefault(finding.cause, set()).add(finding.tensor)
+    return [_add(check, finding, tensors[finding.cause], smaller) for finding in findings]
+
+
+def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequence[SmallerWorld]) -> Finding:
     alone, *others = smaller
-    found = _finds(check, finding, alone)
+    found = _finds(check, alike, alone)
     if found is None:
         start = f"not known: {alone.problem}" if alone.problem else ""
     elif found:
@@ -49,22 +59,22 @@ def add_smaller_worlds(check: Check, finding: Finding, smaller: Sequence[Smaller
         compare = "" if finding.origin else f", so not in the sharding: compare {place}"
         start = f"a world of one rank fails as well{compare}"
     else:
-        start = f"a world of one rank passes{_describe_dimensions(check, finding, others)}"
+        start = f"a world of one rank passes{_describe_dimensions(check, alike, others)}"
     chosen = {True: finding.cause_alone, False: finding.cause_sharded, None: ""}[found]
     return replace(finding, origin="; ".join(filter(None, [finding.origin, start])), cause=chosen or finding.cause)
 
 
-def _finds(check: Check, finding: Finding, world: SmallerWorld) -> bool | None:
-    """Return whether the check finds the same there; None if it was not judged."""
+def _finds(check: Check, tensors: Set[str | None], world: SmallerWorld) -> bool | None:
+    """Return whether the check finds one of the tensors there, or something about the model; None if not judged."""
     if check.id in world.failed:
         found = world.failed[check.id]
-        return finding.tensor is None or "" in found or finding.tensor in found
+        return None in tensors or "" in found or not tensors.isdisjoint(found)
     return False if check.id in world.passed else None
 
 
-def _describe_dimensions(check: Check, finding: Finding, worlds: Sequence[SmallerWorld]) -> str:
+def _describe_dimensions(check: Check, tensors: Set[str | None], worlds: Sequence[SmallerWorld]) -> str:
     """Return what the worlds along one dimension of the mesh add: "; tp=2 alone fails, dp_shard=2 alone passes"."""
-    named = [(f"{name}={size} alone", _finds(check, finding, world)) for world in worlds for name, size in world.mesh]
+    named = [(f"{name}={size} alone", _finds(check, tensors, world)) for world in worlds for name, size in world.mesh]
     failing, passing = ([text for text, found in named if found is wanted] for wanted in (True, False))
     if failing:
         others = f", {' and '.join(passing)} {'pass' if len(passing) > 1 else 'passes'}" if passing else ""

@@ -139,8 +139,8 @@ class Subject:
     the optimizer. Parameters of these names may come in any order; with a parameter ``scheduler`` or ``beside``, it
     gets what is declared under that name. Called on ranks only. The reference trains plainly: the ``loss`` of the whole
     batch, one backward, the same optimizer, and clipping to ``max_grad_norm``. Gradients are compared when the
-    optimizer steps. The model stays in evaluation mode, because dropout would differ between ranks and the reference;
-    only the step whose random numbers are compared between ranks runs in training mode.
+    optimizer steps. Dropout has probability zero there, because it would differ between ranks and the reference; one
+    more step, whose random numbers are compared between ranks, runs with dropout.
     """
     max_grad_norm: float | None = None
     """The norm to which ``train_step`` clips gradients. The reference clips to it as well, with ``clip_grad_norm``.

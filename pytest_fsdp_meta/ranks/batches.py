@@ -137,7 +137,8 @@ def _arrange(
 def calling(where: str, call: str = "") -> Iterator[None]:
     """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
 
-    Errors of a function that expects other arguments also have the ``call``, such as "loss(model, batch)".
+    Errors of a function that expects other arguments, or that gets None, also have the ``call``, such as
+    "save(model, None, folder)".
     """
     try:
         with forward_warnings(NOTICES):
@@ -145,7 +146,8 @@ def calling(where: str, call: str = "") -> Iterator[None]:
     except (Misuse, CallFailed):
         raise
     except Exception as error:
-        raise CallFailed(f"{where}, called as {call}" if call and _expects_others(error) else where) from error
+        shown = call and (_expects_others(error) or "None" in call)
+        raise CallFailed(f"{where}, called as {call}" if shown else where) from error
     except CheckpointException as error:
         raise CallFailed(where) from _first_failure(error)
 

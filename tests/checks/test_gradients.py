@@ -565,7 +565,7 @@ def test_a_batch_that_cannot_be_split():
     ],
 )
 def test_gradients_that_are_not_clipped_as_declared(factor, cause):
-    evidence = with_reference(healthy(), norm=1.5)
+    evidence = with_reference(healthy(), norm=0.5, norm_before_clipping=1.5)
     declared = evidence.subject.declared | {"train_step", "max_grad_norm"}
     clips = declare(evidence, declared=declared, max_grad_norm=0.5)
     one = remeasured(clips, MIDDLE, factor)

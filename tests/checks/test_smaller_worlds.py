@@ -22,7 +22,7 @@ def world(*mesh: tuple[str, int], fails: str | None = None, passes: bool = False
 
 def judged(smaller: list[SmallerWorld], check: str = "grad_parity", tensor: str | None = NAME, origin: str = ""):
     finding = Finding(tensor, (0, 1), "differs", "", origin=origin, **CAUSES)
-    found = add_smaller_worlds(built_in()[check], finding, smaller)
+    [found] = add_smaller_worlds(built_in()[check], [finding], smaller)
     return found.origin, found.cause
 
 
@@ -47,6 +47,18 @@ TOGETHER = "a world of one rank passes, and so do dp_shard=2 alone and tp=2 alon
 )
 def test_where_it_starts_and_the_cause_that_is_left(smaller, expected):
     assert judged(smaller) == expected
+
+
+def test_findings_of_one_cause_start_in_one_place():
+    """In a smaller world, some of the tensors may differ by less than is noticed."""
+    findings = [Finding(name, (0, 1), "differs", "", **CAUSES) for name in (NAME, "another.weight")]
+    other = Finding("third.weight", (0, 1), "differs", "", cause="something else", remedy="look")
+    found = add_smaller_worlds(built_in()["grad_parity"], [*findings, other], [world(fails=NAME)])
+    assert [(one.origin, one.cause) for one in found] == [
+        (AS_WELL, ALONE),
+        (AS_WELL, ALONE),
+        ("a world of one rank passes", "something else"),
+    ]
 
 
 def test_a_finding_about_the_model_is_the_same_in_any_tensor():

@@ -239,6 +239,33 @@ def test_gradients_that_were_scaled_before_clipping(scale, text):
     assert (finding.tensor, finding.actual) == (None, f"gradients before clipping are {text} times the reference's")
 
 
+def scaled_and_clipped(scale: float, bound: float) -> Any:
+    def step(model, optimizer, batch):
+        found = loss(model, batch)
+        (found * scale).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return step
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.25])
+def test_a_scale_that_takes_the_norm_below_the_bound_is_no_other_clipping(scale):
+    whole = build()
+    loss(whole, batch(0)).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()
+    step = scaled_and_clipped(scale, 0.6 * norm)
+    first, *others = judged(step, ["grad_parity"], max_grad_norm=0.6 * norm)["grad_parity"].findings
+    assert first.actual.startswith("gradients before clipping are ")  # a quarter is 0.264: the weights moved less
+    assert {finding.cause.split(":")[0] for finding in (first, *others)} == {
+        "train_step scales its loss once too often or too rarely"
+    }
+    other_bound = judged(scaled_and_clipped(scale, 0.01), ["grad_parity"], max_grad_norm=0.6 * norm)
+    assert "scales its loss" not in other_bound["grad_parity"].findings[0].cause
+
+
 class Fused(torch.autograd.Function):
     """A loss whose backward returns the gradients that the forward computed, whatever its factor is."""
 

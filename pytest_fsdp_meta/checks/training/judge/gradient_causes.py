@@ -114,8 +114,8 @@ def explain_clipping(view: View, factor: str) -> Explanation:
 
     Return {} where the reference clips nothing, or by a function of the author's, perhaps by another norm.
     """
-    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
-    if bound is None or norm is None or not norm > bound or "clip_grad_norm" in view.evidence.subject.declared:
+    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
+    if bound is None or norm is None or not norm > bound:
         return {}
     actual = float(Fraction(factor)) * bound
     if abs(actual / norm - 1) < SAME_NORM:
@@ -131,9 +131,10 @@ def explain_clipping(view: View, factor: str) -> Explanation:
 def explain_own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
     """Return the explanation if ranks have different factors, as by the norms of their own shards, else {}.
 
-    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1.
+    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1. So no factor is
+    below 1.
     """
-    if len(by_factor) < 2 or "" in by_factor or "0" in by_factor:
+    if len(by_factor) < 2 or "" in by_factor or any(Fraction(factor) < 1 for factor in by_factor):
         return {}
     parts = sum(len(cases) / float(Fraction(factor)) ** 2 for factor, cases in by_factor.items())
     proof = ": the squares of 1 / factor add up to 1 over the ranks" if abs(parts - 1) < SAME_SUM else ""

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     explain_own_norms,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
@@ -44,6 +44,8 @@ from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
+ALIKE = 0.25
+"""Fraction: weights that have moved by this much otherwise than the reference's may have gradients of another scale."""
 FAR = 3
 """A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
 one may be noise."""
@@ -82,6 +84,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         origin = describe_origin(view.evidence.traces, otherwise=agreeing)
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
+        elif before := [*_scaled_below_the_bound(view, runs)]:
+            found = [*before, *(finding.explained_by(_BEFORE_CLIPPING) for finding in found)]
         elif configured := explain_settings(view.evidence.traces, departing):
             found = [finding.explained_by(configured) for finding in found]
         elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
@@ -113,26 +117,55 @@ _TIED_OVER_STAGES: Explanation = {
 
 
 def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    """Report gradients that train_step clips, and that were the same multiple of the reference's before.
+    """Report gradients that are right after clipping, and were the same multiple of the reference's before."""
+    if (factor := _factor_before_clipping(view, runs)) is not None:
+        detail = "the clipped ones are equal, as long as their norm exceeds the bound"
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
+
+
+def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float | None:
+    """Return by what all gradients were multiplied before train_step clipped them; None if that is 1 or not known.
 
     Clipping hides it while the norm exceeds the bound. Weights that have moved otherwise have other gradients.
     """
     if not all(run.unclipped for run in runs):
-        return  # undeclared, or gradients that do not follow the scale of the backward on some rank
+        return None  # undeclared, or gradients that do not follow the scale of the backward on some rank
     measures = [c.measure for run in runs for c in run.unclipped if c.measure is not None and view.judgeable(c.name)]
     updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
-    square, moved = (math.fsum(measure.truth**2 for measure in some) for some in (measures, updates))
+    moved = math.fsum(measure.truth**2 for measure in updates)
     apart = math.fsum(measure.apart**2 for measure in updates)
-    if not apart <= SCALED**2 * moved or not square > 0 or not all(math.isfinite(m.apart) for m in measures):
-        return
+    if not apart <= ALIKE**2 * moved or not all(math.isfinite(m.apart) for m in measures):
+        return None
+    factor, residual = _common_factor(measures)
+    return factor if abs(factor - 1) > max(SCALED, FAR * residual) else None
+
+
+def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:
+    """Return the factor of all gradients together, and how far they are from that multiple; (1, 0) of none."""
+    square = math.fsum(measure.truth**2 for measure in measures)
+    if not square > 0:
+        return 1.0, 0.0
     factor = math.fsum(measure.dot for measure in measures) / square
     others = math.fsum(measure.actual**2 for measure in measures) - factor**2 * square
-    residual = math.sqrt(max(others, 0.0) / square)
-    if abs(factor - 1) > max(SCALED, FAR * residual):
-        text = whole(factor, SCALED) or f"{factor:.3g}"
-        actual = f"gradients before clipping are {text} times the reference's"
-        detail = "the clipped ones are equal, as long as their norm exceeds the bound"
-        yield Finding(None, tuple(range(len(runs))), actual, "equal", detail, **_BEFORE_CLIPPING)
+    return factor, math.sqrt(max(others, 0.0) / square)
+
+
+def _describe_before(factor: float) -> str:
+    return f"gradients before clipping are {whole(factor, SCALED) or f'{factor:.3g}'} times the reference's"
+
+
+def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report what the gradients were before clipping, if that alone explains those after it.
+
+    Their norm is then below the bound, to which the reference clips.
+    """
+    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
+    if bound is None or norm is None or (factor := _factor_before_clipping(view, runs)) is None:
+        return
+    left, _ = _common_factor([c.measure for run in runs for c in run.gradients if c.measure is not None])
+    if abs(left * min(norm, bound) / min(factor * norm, bound) - 1) <= 2 * SCALED:
+        detail = f"their norm is below max_grad_norm={bound:g}, to which the reference clips"
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:

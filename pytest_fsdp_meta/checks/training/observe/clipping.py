@@ -46,6 +46,8 @@ class ReferenceClipping:
     def __init__(self, packed: bytes | None, model: Module, optimizer: Optimizer | None) -> None:
         self.problem = ""
         self.own: OwnClipping | None = None
+        self.norm_before: float | None = None
+        """What torch's function has returned first."""
         self._model = model
         self._clip: ClipGradNorm | None = None
         function: PackedFunction | None = None if packed is None else pickle.loads(packed)
@@ -71,7 +73,10 @@ class ReferenceClipping:
                 return self._clip(parameters, bound)
             except Exception as error:
                 self._give_up(error)
-        return torch.nn.utils.clip_grad_norm_(parameters, bound)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, bound)
+        if self.norm_before is None:
+            self.norm_before = float(norm)
+        return norm
 
     def norm(self) -> float | None:
         """Return the function's norm of the gradients that the reference has now; None if torch's is used."""

@@ -178,6 +178,7 @@ def _train_and_record(
         gradients=first.sizes,
         noise=first.noise,
         norm=first.norm,
+        norm_before_clipping=clipping.norm_before,
         own_clipping=clipping.own,
         clip_problem=clipping.problem,
         after=after,
