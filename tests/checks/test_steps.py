@@ -564,7 +564,7 @@ def test_a_scale_that_clipping_hides(factor, text):
         unclipped(1.2, apart=1.0),  # as far off in direction: a loss that scales its own gradient, or noise
         unclipped(math.nan),
         on_runs(unclipped(2.0), [1], unclipped=()),
-        unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=1.0, observed="parameters")),
+        unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=9.0, observed="parameters")),
     ],
 )
 def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidence):
