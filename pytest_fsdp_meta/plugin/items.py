@@ -171,7 +171,8 @@ class CheckItem(RanksItem):
         if evidence.world.simulated:
             context = replace(context, sizes=evidence.simulation or ())
         else:
-            context = replace(context, evenness=evenness_of(evidence.inventory), notes=notes_on(evidence))
+            evenness = evenness_of(evidence.inventory, evidence.training)
+            context = replace(context, evenness=evenness, notes=notes_on(evidence))
         if not self.plugin.settings.report:
             return context
         file, problem = "", ""

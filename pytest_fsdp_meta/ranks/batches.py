@@ -242,6 +242,11 @@ def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
     return int(counted.sum()), int((counted[..., 1:] if counted.ndim > 1 else counted).sum())
 
 
+def count_rows(rows: Mapping[str, Any]) -> int:
+    """Return how many rows the tensors of this slice of a batch have; 0 if none has a dimension."""
+    return max((len(value) for value in rows.values() if isinstance(value, Tensor) and value.ndim), default=0)
+
+
 def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
     """Return the loss of these rows: a scalar, with a gradient where gradients are enabled."""
     if subject.loss is not None:

@@ -303,6 +303,9 @@ class Evenness:
     """The smallest size, from 2, of a mesh dimension that would divide some sharded dim unevenly."""
     tensors: tuple[str, ...] = ()
     """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
+    rows: int = 0
+    """How many rows a batch needs on that number of ranks, as many on each as now; 0 if that of now divides, or is not
+    known."""
 
 
 UNKNOWN = WorldFacts(0, (), "", "")

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, sharded_dim
+from pytest_fsdp_meta.checks.training.facts import RankTraining
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
@@ -37,7 +38,7 @@ def summarise(evidence: Evidence) -> Summary:
     )
 
 
-def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
+def evenness_of(inventory: Sequence[RankInventory], training: Sequence[RankTraining] | None) -> Evenness | None:
     """Return how evenly the mesh divides the DTensors of the first rank; None if it shards none."""
     sharded = [place for tensor in inventory[0].tensors for place in _sharded_dims(tensor)]
     if all(over == 1 for _, _, _, over in sharded):
@@ -47,7 +48,15 @@ def evenness_of(inventory: Sequence[RankInventory]) -> Evenness | None:
         even=not any(size % over for _, _, size, over in sharded),
         ranks=ranks,
         tensors=tuple(f"{name} ({size} on dim {dim})" for name, dim, size, _ in sharded if size % ranks),
+        rows=_rows_on(ranks, {over for _, _, _, over in sharded}, training[0]) if training else 0,
     )
+
+
+def _rows_on(ranks: int, shards: set[int], training: RankTraining) -> int:
+    """Return ``Evenness.rows``. It is known if the batch is divided as the tensors are, which have these ``shards``."""
+    slices = training.data_parallel[1]
+    divides = training.rows * slices % ranks == 0
+    return 0 if divides or shards - {1} != {slices} else training.rows * ranks
 
 
 def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:

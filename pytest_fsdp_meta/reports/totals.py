@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -66,6 +67,15 @@ NOTES = {
 """Kind of a note in ``LoaderRecord.notes`` -> the sentence about it."""
 MOST_PLACES = 20
 """Checks and loaders listed for one cause."""
+NEXT = ("reference", "batch", "loss", "optimizer", "train_step", "data", "scheduler", "save")
+"""The fields of Subject that most loaders can declare, those worth most first."""
+MOST_NEXT = 3
+"""Fields named as the next to declare."""
+MOST_CHECKS = 2
+"""Checks named for each of them, and for one reason why checks are partly checked."""
+UNDECLARED = re.compile(r"Subject\((\w+)=\.\.\.\) is not declared")
+NO_ITEM = ("left out", "not selected")
+"""Kinds of checks without an item, unless there is a reason for them; pytest does not count them as skipped."""
 Line = tuple[str, dict[str, bool]]
 """A text with pytest's markup for it."""
 GREEN, RED, YELLOW = {"green": True}, {"red": True}, {"yellow": True}
@@ -82,14 +92,17 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iterator[Line]:
-    """Yield the lines of the section."""
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, reasons: bool = False) -> Iterator[Line]:
+    """Yield the lines of the section. With ``reasons``, also why checks are only partly checked."""
     for loader in loaders:
         yield _describe_loader(loader)
         yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
         yield from _describe_causes(loaders)
         yield from ((line, {}) for line in describe_unseen(loaders))
+        yield from _describe_next(loaders)
+    if reasons:
+        yield from _describe_partly_checked(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
         yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
@@ -97,13 +110,16 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0) -> Iter
 
 def _describe_loader(loader: LoaderRecord) -> Line:
     counts = count_kinds([loader])
+    no_items = Counter(check.skip for check in loader.checks if check.skip in NO_ITEM and not check.reason)
     world = f", {loader.world}" if loader.world.size else ""
     total = sum(check.seconds for check in loader.checks)
     times = f"{total:.1f} s{_describe_activities(loader.seconds)}"
     if loader.loads > 1:
         times = f"loaded {loader.loads} times ({counted(loader.loads - 1, 'rerun')}); {times}"
     result = f"crashed, {counted(counts['error'], 'check')} not judged"
-    result = result if is_crashed(loader) else describe_counts(counts)
+    if not is_crashed(loader):
+        others = (f"{no_items[kind]} {kind}" for kind in NO_ITEM if no_items[kind])
+        result = ", ".join(filter(None, [describe_counts(counts - no_items), *others]))
     return f"{printable(loader.loader)}{world}: {result}; {times}", RED if is_crashed(loader) else _markup(counts)
 
 
@@ -153,9 +169,9 @@ def _describe_place(story: Story, place: Place) -> str:
         return where
     if place.findings:
         return f"{place.check.check} in {where}: {first_of(list(map(describe_finding, place.findings)))}"
-    if story.kind == CRASH:
+    if story.kind == CRASH or len(place.checks) > 1:
         return f"{where}: {counted(len(place.checks), 'check')} not judged"
-    return f"{first_of([check.check for check in place.checks])} in {where}"
+    return f"{place.check.check} in {where}"
 
 
 def describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
@@ -170,8 +186,9 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     if not known or not all(evenness.even for _, evenness in known):
         return
     loader, first = min(known, key=lambda pair: pair[1].ranks)
+    batch = f", with a batch of {first.rows} rows," if first.rows else ""
     yield (
-        f"every shard was even, so padding was not tested; {first.ranks} ranks would divide "
+        f"every shard was even, so padding was not tested; {first.ranks} ranks{batch} would divide "
         f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly"
     )
 
@@ -187,6 +204,40 @@ def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
         ]
         if blind:
             yield text.format(first_of(blind))
+
+
+def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+    """Yield the fields worth declaring next in the loader that lacks most, with what they check, if the run passed."""
+    if how_many(count_kinds(loaders), BAD):
+        return
+    lacking = [(loader, _undeclared(loader)) for loader in loaders]
+    loader, fields = max(lacking, key=lambda pair: sum(map(len, pair[1].values())))
+    if fields:
+        worth = [f"{name} ({first_of(fields[name], MOST_CHECKS)})" for name in NEXT if name in fields]
+        yield (
+            f"to check more of {printable(loader.loader)}, declare in its Subject: {', '.join(worth[:MOST_NEXT])}",
+            {},
+        )
+
+
+def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
+    """Return field in ``NEXT`` -> the checks that lack it first."""
+    fields: dict[str, list[str]] = {}
+    for check in loader.checks:
+        found = UNDECLARED.match(check.reason) if check.skip == "not declared" else None
+        if found and found[1] in NEXT:
+            fields.setdefault(found[1], []).append(check.check)
+    return fields
+
+
+def _describe_partly_checked(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+    places: dict[str, list[str]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == "partly checked":
+                places.setdefault(check.reason, []).append(f"{check.check} in {printable(loader.loader)}")
+    for reason, where in places.items():
+        yield f"partly checked: {first_of(where, MOST_CHECKS)}: {reason}", {}
 
 
 def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:

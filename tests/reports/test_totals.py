@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
+import pytest
+
+from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.checks.collectives.facts import Collective, RankCollectives
-from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import evenness_of, notes_on
-from pytest_fsdp_meta.reports.totals import ACTIVITIES, describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.totals import ACTIVITIES, NEXT, describe_totals, nothing_judged
 from tests.checks.evidence_factory import (
     PARAMETERS,
     change,
@@ -144,9 +147,14 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
     ]
 
 
-def evenness(sizes: Mapping[str, tuple[int, ...]], mesh: Mapping[str | None, int], placements: Sequence[str]):
+def evenness(
+    sizes: Mapping[str, tuple[int, ...]],
+    mesh: Mapping[str | None, int],
+    placements: Sequence[str],
+    training: RankTraining | None = None,
+):
     tensors = [parameter(name, shape, mesh, placements, (0,) * len(mesh)) for name, shape in sizes.items()]
-    return evenness_of([RankInventory(0, "cpu", tuple(tensors))])
+    return evenness_of([RankInventory(0, "cpu", tuple(tensors))], training and [training])
 
 
 def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
@@ -165,6 +173,27 @@ def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
     assert not uneven.even
     lines = [line for line, _ in describe_totals([*loaders, replace(loader_with("passed"), evenness=uneven)])]
     assert not any("padding" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rows", "slices", "needed"),
+    [
+        pytest.param(4, 2, 12, id="as many rows on each of 3 ranks"),
+        pytest.param(6, 2, 0, id="12 rows divide already"),
+        pytest.param(0, 2, 0, id="no rows"),
+        pytest.param(4, 4, 0, id="slices of another size than the shards"),
+    ],
+)
+def test_the_batch_that_an_uneven_world_needs_is_named(rows: int, slices: int, needed: int) -> None:
+    training = RankTraining((1.0,), (0, slices), rows)
+    even = evenness({"a.weight": (8, 4)}, {"dp_shard": 2}, ["S(0)"], training)
+    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), needed)
+    lines = [line for line, _ in describe_totals([replace(loader_with("passed"), evenness=even)])]
+    batch = f", with a batch of {needed} rows," if needed else ""
+    assert (
+        f"every shard was even, so padding was not tested; 3 ranks{batch} would divide a.weight (8 on dim 0) of "
+        "t.py::test_x unevenly"
+    ) in lines
 
 
 def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:
@@ -212,6 +241,53 @@ def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
         "pass src_data_rank=None to distribute_tensor() or parallelize_module()"
     ]
     assert notes_on(replace(evidence, collectives=(RankCollectives(()),))) == {}
+
+
+def undeclared_in(name: str, *fields: str) -> LoaderRecord:
+    """Return a loader whose checks lack these fields, one each, but the last, which passed."""
+    loader = loader_with(*(["not declared"] * len(fields)), "passed", name=name)
+    reasons = [f"Subject({field}=...) is not declared, so it is off" for field in fields]
+    checks = [replace(check, reason=reason) for check, reason in zip(loader.checks, reasons, strict=False)]
+    return replace(loader, checks=(*checks, loader.checks[-1]))
+
+
+def next_lines(*loaders: LoaderRecord, verbosity: int = 0) -> list[str]:
+    return [line for line, _ in describe_totals(loaders, verbosity) if "declare in" in line]
+
+
+def test_the_fields_worth_declaring_next_are_named_after_a_pass() -> None:
+    most = undeclared_in("t.py::test_y", "data", "drawn", "optimizer", "batch", *["reference"] * 3)
+    loaders = [undeclared_in("t.py::test_x", "data", "data"), most]
+    assert next_lines(*loaders) == [
+        f"to check more of t.py::test_y, declare in its Subject: reference ({IDS[4]}, {IDS[5]} and 1 more), "
+        f"batch ({IDS[3]}), optimizer ({IDS[2]})"
+    ]
+    assert next_lines(*loaders, verbosity=-2) == []
+    assert next_lines(*loaders, loader_with("failed")) == []
+    assert next_lines(undeclared_in("t.py::test_x", "drawn", "kept_attributes")) == [], "few loaders need these"
+
+
+def test_the_fields_to_declare_next_are_fields_of_subject() -> None:
+    assert set(NEXT) <= {field.name for field in fields(Subject)}
+
+
+def test_why_checks_are_partly_checked_is_shown_on_request() -> None:
+    first, second = loader_with(*["partly checked"] * 3), loader_with("partly checked", "passed", name="t.py::test_y")
+    first = replace(first, checks=tuple(replace(check, reason="no step was recorded") for check in first.checks))
+    second = replace(second, checks=(replace(second.checks[0], reason="1 tensor is left out"), second.checks[1]))
+    lines = [line for line, _ in describe_totals([first, second], reasons=True)]
+    assert [line for line in lines if line.startswith("partly checked: ")] == [
+        f"partly checked: {IDS[0]} in t.py::test_x, {IDS[1]} in t.py::test_x and 1 more: no step was recorded",
+        f"partly checked: {IDS[0]} in t.py::test_y: 1 tensor is left out",
+    ]
+    assert not any("no step" in line for line, _ in describe_totals([first, second]))
+
+
+def test_checks_without_an_item_are_not_counted_as_skipped() -> None:
+    loader = loader_with("not selected", "passed", "left out", "left out", "not declared")
+    loader = replace(loader, checks=(*loader.checks[:3], replace(loader.checks[3], reason="slow"), loader.checks[4]))
+    (line, _), *_ = describe_totals([loader])
+    assert "1 passed, 2 skipped (1 not declared, 1 left out), 1 left out, 1 not selected; " in line
 
 
 def test_values_and_sizes_that_hide_nothing_are_not_named() -> None:
@@ -282,7 +358,7 @@ def test_an_error_is_shown_once_with_its_reason() -> None:
     assert lines[1:] == [
         "",
         f"1. error: {reason}",
-        f"   {IDS[0]} and 1 more in t.py::test_x",
+        "   t.py::test_x: 2 checks not judged",
         "",
         "2 of 2 checks accounted for; nothing was judged, so nothing has passed",
     ]

@@ -180,6 +180,8 @@ class RankTraining:
     losses: tuple[float, ...]
     data_parallel: tuple[int, int]
     """The (index, size) of that slice."""
+    rows: int = 0
+    """How many rows of the first batch it has; 0 if no tensor of the batch has rows."""
     loss_dtype: str = ""
     """The dtype in which the loss was returned."""
     batches: tuple[str, ...] = ()

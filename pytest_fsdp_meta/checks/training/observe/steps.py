@@ -20,6 +20,7 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (
     batch_digest,
     count_labels,
+    count_rows,
     global_batch,
     loss_of,
     own_rows,
@@ -41,6 +42,8 @@ class TrainingRun:
     """Digests of the global batches."""
     labels: list[tuple[int, int]] = field(default_factory=list)
     """Results of ``count_labels``."""
+    rows: int = 0
+    """How many rows the slice of the first batch has."""
     loss_dtype: str = ""
     rates: list[tuple[float, ...]] = field(default_factory=list)
     """The learning rate of each parameter group."""
@@ -109,6 +112,7 @@ def train(
             run.batches.append(batch_digest(batch))
             rows = own_rows(batch, step, data_parallel, device)
             run.labels.append(count_labels(rows))
+            run.rows = run.rows or count_rows(rows)
             seed_all(SEED + step)
             ended = until_loss and number == len(steps) - 1 and step_of is _plain_step
             updating = None if ended else optimizer

@@ -123,6 +123,7 @@ def observe_training(
         parameters=seen.compared["updates"],
         unreduced=_is_unreduced(subject.model),
         labels=tuple(run.labels),
+        rows=run.rows,
         without_gradient=seen.without_gradient,
         norm=seen.norm,
         norm_problem=seen.norm_problem,
