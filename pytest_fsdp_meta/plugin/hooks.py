@@ -162,7 +162,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
-    return outcomes.repeated_error_status(report)
+    return outcomes.status_of(report)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

@@ -147,6 +147,7 @@ class CheckItem(RanksItem):
             others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
             properties[:] = others + outcomes.user_properties(context)
         setattr(report, outcomes.ATTRIBUTE, to_plain(context))
+        setattr(report, outcomes.KIND, record.kind)
         repeats = outcome.repeats if outcome is not None else self._repeats_fixture_error(report, record)
         setattr(report, outcomes.REPEATS, report.failed and repeats)
 

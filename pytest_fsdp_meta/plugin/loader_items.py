@@ -138,6 +138,20 @@ class LoaderItem(CheckItem, pytest.Function):
         if run.has_ended:
             self._raise_setup_outcome(run)
 
+    def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Let the headline of an error of the loader name the loader, not the check whose item has it first."""
+        super().complete_report(call, report)
+        line = self.outcome.line if self.outcome is not None else None
+        if report.failed and line is not None and line.subject == self._test:
+            file, number, domain = report.location
+            report.location = file, number, domain.removesuffix(self.name) + self._test
+
+    @property
+    def _test(self) -> str:
+        """The test in its world, such as "test_llama[world4]"."""
+        assert self.parent is not None
+        return self.loader.name.removeprefix(f"{self.parent.nodeid}::")
+
     def _raise_setup_outcome(self, run: LoaderRun) -> None:
         self.outcome = outcome = self._run_outcome(run)
         if run.failure is not None and outcome.status == "skipped":
@@ -224,17 +238,17 @@ class LoaderItem(CheckItem, pytest.Function):
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)
-            assert self.parent is not None
-            name = self.loader.name.removeprefix(f"{self.parent.nodeid}::")  # such as "test_llama[world4]"
-            return self._error_outcome(
-                name, run, FailureLine(name, run.failure.summary, run.failure.place), str(run.failure)
-            )
+            line = FailureLine(self._test, run.failure.summary, run.failure.place)
+            return self._error_outcome(self._test, run, line, str(run.failure))
         assert run.evidence is not None
         catalogue = self.plugin.catalogue
         verdict = judge(catalogue[self.check], run.evidence, catalogue, self.loader.selection)
         if verdict.status == "error":
-            line = FailureLine(self.check, verdict.reason)
-            return replace(self._error_outcome(f"{self.check}: error", run, line, verdict.detail), verdict=verdict)
+            # An observation that could not be taken is a problem of the loader: many checks may need it.
+            of_loader = verdict.reason in (missing.summary for missing in run.evidence.unavailable.values())
+            subject, of_item = (self._test, self._test) if of_loader else (self.check, f"{self.check}: error")
+            line = FailureLine(subject, verdict.reason)
+            return replace(self._error_outcome(of_item, run, line, verdict.detail), verdict=verdict)
         return outcome_of(verdict, run.evidence.world, self.rerun_command)
 
     def _error_outcome(self, subject: str, run: LoaderRun, line: FailureLine, detail: str) -> Outcome:

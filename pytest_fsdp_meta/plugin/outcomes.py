@@ -14,14 +14,18 @@ from pytest_fsdp_meta.evidence.codec import from_plain
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
-from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord
+from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, CheckRecord
 from pytest_fsdp_meta.reports.summary import record_findings
 from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
 from pytest_fsdp_meta.text import first_line, first_of
 
 ATTRIBUTE = "fsdp_item"
+KIND = "fsdp_kind"
 REPEATS = "fsdp_repeats"
 """Attributes that the plugin adds to pytest's report; xdist sends plain data under any name."""
+PARTLY = "partly checked"
+SHOWN_SKIPS = ("not declared", "not applicable", "not supported", "left out")
+"""Kinds of a skip that ``-v`` shows in place of "SKIPPED", because pytest cuts the reason to what a line has left."""
 MOST_DETAIL = 10_000
 """Characters to keep at each end of a long detail; the middle is cut out."""
 DECIDING_OUTCOMES = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
@@ -82,14 +86,19 @@ def decides_status(report: pytest.TestReport) -> bool:
     return report.outcome in DECIDING_OUTCOMES[report.when or ""]
 
 
-def repeated_error_status(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
-    """Return pytest's category, letter and word for an error that an earlier item has shown; None for other reports.
+def status_of(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    """Return pytest's category, letter and word for an item's report; None where those of pytest are right.
 
-    With this category, pytest counts a loader that raises as one error, not as one error per check.
+    An error that an earlier item has shown has a category of its own, so that pytest counts a loader that raises as one
+    error, not as one error per check. So has a partly checked result, which is a skip for other plugins.
     """
     # pytest-rerunfailures changes the outcome of a report whose item it runs again.
-    repeats = report.failed and getattr(report, REPEATS, False)
-    return ("same error", "e", "SAME ERROR") if repeats else None
+    if report.failed and getattr(report, REPEATS, False):
+        return "same error", "e", "SAME ERROR"
+    kind = getattr(report, KIND, "") if report.skipped else ""
+    if kind == PARTLY:
+        return kind, LETTERS[kind], kind.upper()
+    return ("skipped", LETTERS["skipped"], kind.upper()) if kind in SHOWN_SKIPS else None
 
 
 def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str]) -> Outcome:

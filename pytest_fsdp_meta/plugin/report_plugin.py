@@ -21,7 +21,7 @@ from pytest_fsdp_meta.plugin.comparer import Comparer
 from pytest_fsdp_meta.plugin.evidence_items import is_judged
 from pytest_fsdp_meta.plugin.items import CheckItem
 from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
-from pytest_fsdp_meta.plugin.outcomes import attached_context
+from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
@@ -114,8 +114,9 @@ class ReportPlugin:
             store.clear_evidence(folder)
 
     def pytest_report_header(self) -> str:
-        settings = self._settings
-        return describe_run(settings.engine, settings.device, settings.backend, settings.world_sizes, self._catalogue)
+        settings, simulated = self._settings, bool(self._settings.simulate)
+        sizes, catalogue = settings.world_sizes, self._catalogue
+        return describe_run(settings.engine, settings.device, settings.backend, sizes, catalogue, simulated)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed and not self._not_collected:
@@ -234,10 +235,10 @@ class ReportPlugin:
         ):  # pytest itself says why nothing ran
             return
         if self.loaders or self._problems:
-            terminalreporter.section("fsdp conformance")
+            terminalreporter.write_sep("=", "fsdp conformance")
             self._print_totals(terminalreporter)
         if self._comparer.is_requested:
-            terminalreporter.section("fsdp conformance, compared")
+            terminalreporter.write_sep("=", "fsdp conformance, compared")
             for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
         if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -246,7 +247,8 @@ class ReportPlugin:
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
-            for line, markup in describe_totals(self.loaders, self._config.get_verbosity()):
+            verbosity, reasons = self._config.get_verbosity(), "s" in terminalreporter.reportchars
+            for line, markup in describe_totals(self.loaders, verbosity, reasons):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)
@@ -312,6 +314,7 @@ def _name_checks(reporter: pytest.TerminalReporter) -> None:
         if _check_of(report) is not None:
             path, line, reason = report.longrepr
             skipped[number] = copy(report)  # other plugins may still read the report
+            setattr(skipped[number], KIND, "")  # pytest writes the word of the first before the reasons of all
             skipped[number].longrepr = (path, line, f"{reason} [{', '.join(checks[report.longrepr])}]")
 
 

@@ -104,7 +104,9 @@ def read_header(
     )
 
 
-def describe_run(engine: str, device: str, backend: str, sizes: Iterable[int], catalogue: Catalogue) -> str:
+def describe_run(
+    engine: str, device: str, backend: str, sizes: Iterable[int], catalogue: Catalogue, simulated: bool
+) -> str:
     """Return the line about this package that pytest prints in its header."""
     known = versions()
     libraries = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
@@ -114,7 +116,7 @@ def describe_run(engine: str, device: str, backend: str, sizes: Iterable[int], c
         f"world size {', '.join(map(str, sizes))}",
         *libraries,
         _backend(backend, device, known),
-        describe_catalogue(catalogue),
+        describe_catalogue(catalogue, simulated),
     ]
     return f"fsdp: {', '.join(parts)}"
 
@@ -126,11 +128,14 @@ def _backend(backend: str, device: str, known: Mapping[str, str]) -> str:
     return nccl if backend == "nccl" else "gloo"
 
 
-def describe_catalogue(catalogue: Catalogue) -> str:
-    """Return a text such as "catalogue 0.3 (43 checks, 2 own)"; the version is that of the newest check."""
+def describe_catalogue(catalogue: Catalogue, simulated: bool) -> str:
+    """Return a text such as "catalogue 0.3 (43 checks, 2 own)"; the version is that of the newest check.
+
+    The checks are those that a loader gets, in a simulated world or in another.
+    """
     own = sum(not check.built_in for check in catalogue)
     newest = max(
         (check.since for check in catalogue if check.built_in), key=lambda since: list(map(int, since.split(".")))
     )
-    judging = counted(len(catalogue.ids_for(simulated=False)), "check")
+    judging = counted(len(catalogue.ids_for(simulated)), "check")
     return f"catalogue {newest} ({judging}{f', {own} own' if own else ''})"

@@ -140,14 +140,14 @@ def test_faults_are_reported_and_the_next_loader_passes(
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     for name, summary in summaries.items():
         assert results[f"test_{name}"] == "error"
-        first, *rest = story(result, f"test_{name}[no_meta_params]")
+        first, *rest = story(result, f"test_{name}")
         assert re.fullmatch(f"test_{name}: ({summary})", first)
         details = rest[: next(n for n, line in enumerate(rest) if line.startswith("rerun: "))]
         assert not any("pytest_fsdp_meta/worlds" in line for line in details)
-    deadlock = "\n".join(story(result, "test_deadlock[no_meta_params]"))
+    deadlock = "\n".join(story(result, "test_deadlock"))
     assert re.search(r"rank 0 waits in all_reduce number 1 \(float\[2\], test_it.py:\d+\)", deadlock)
     assert "mismatch: collective number 1 differs between these ranks" in deadlock
-    assert "(the last 65536 of 10" in "\n".join(story(result, "test_flood[no_meta_params]"))
+    assert "(the last 65536 of 10" in "\n".join(story(result, "test_flood"))
     assert project.notes == ["started"]
     monkeypatch.delenv(WORD)
     assert_gone(processes_with(WORD, str(os.getpid())))

@@ -107,13 +107,13 @@ def test_error(fsdp, n):
     )
     assert outcomes(result) == {
         "test_xfail[params_equal_reference]": "xfail",
-        "test_undeclared[params_equal_reference]": "skipped",
+        "test_undeclared[params_equal_reference]": "not declared",
         "test_skip[no_meta_params]": "skipped",
         "test_nothing[no_meta_params]": "skipped",
         "test_assume[no_meta_params]": "passed",
         "test_error[no_meta_params]": "failed",
         "test_error[no_meta_buffers]": "same error",
     }
-    lines = story(result, "test_error[no_meta_params]")
+    lines = story(result, "test_error")
     assert lines[0] == "test_error: ranks 0, 1 raised KeyError: 0"
     assert "    n=0,  # or any other generated value" in lines

@@ -10,12 +10,13 @@ import pytest
 from pytest_fsdp_meta.catalogue import built_in
 from tests.conftest import Project
 
+SKIPS = "SKIPPED|NOT DECLARED|NOT APPLICABLE|NOT SUPPORTED|LEFT OUT"
+WORDS = f"PASSED|PARTLY CHECKED|FAILED|{SKIPS}|SAME ERROR|ERROR|XFAIL|XPASS"
+
 
 def outcomes(result: pytest.RunResult) -> dict[str, str]:
     """Return test -> outcome, from the output of ``-v``."""
-    found = re.findall(
-        r"^\S+?::(.+\]) (PASSED|FAILED|SKIPPED|SAME ERROR|ERROR|XFAIL|XPASS)\b", result.stdout.str(), re.MULTILINE
-    )
+    found = re.findall(rf"^\S+?::(.+\]) ({WORDS})\b", result.stdout.str(), re.MULTILINE)
     return {name: outcome.lower() for name, outcome in found}
 
 
@@ -82,13 +83,13 @@ def test_verdicts(project: Project) -> None:
     assert outcomes(result) == {
         "test_xfail[no_meta_params]": "xfail",
         "test_xfail[no_meta_buffers]": "passed",
-        "test_xfail[params_equal_reference]": "skipped",
+        "test_xfail[params_equal_reference]": "not declared",
         "test_unexpected[no_meta_params]": "failed",
         "test_unexpected[no_meta_buffers]": "passed",
-        "test_unexpected[params_equal_reference]": "skipped",
-        "test_skip[no_meta_params]": "skipped",
+        "test_unexpected[params_equal_reference]": "not declared",
+        "test_skip[no_meta_params]": "left out",
         "test_skip[no_meta_buffers]": "passed",
-        "test_skip[params_equal_reference]": "skipped",
+        "test_skip[params_equal_reference]": "not declared",
         "test_broken[no_meta_params]": "error",
         "test_broken[no_meta_buffers]": "same error",
         "test_broken[params_equal_reference]": "same error",
@@ -121,15 +122,15 @@ def test_verdicts(project: Project) -> None:
     assert story(result, "test_unexpected[no_meta_params]") == [
         "no_meta_params passes, but xfail expects it to fail (fixed since); remove it from xfail"
     ]
-    assert story(result, "test_broken[no_meta_params]")[0] == ("test_broken: ranks 0, 1 raised RuntimeError: boom")
+    assert story(result, "test_broken")[0] == ("test_broken: ranks 0, 1 raised RuntimeError: boom")
     headlines = [line for line in lines if " ERROR at setup of " in line]
     assert len(headlines) == list(outcomes(result).values()).count("error"), (
         "items with the same error have no headline"
     )
-    first = "\n".join(story(result, "test_reference_in_full_once[names_match_reference]"))
+    first = "\n".join(story(result, "test_reference_in_full_once"))
     assert "ZeroDivisionError: division by zero" in first
     assert "return load(fsdp, reference=lambda: 1 / 0)" in first
-    assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips[no_meta_params]")[0]
+    assert "rank 1 raised Skipped: no such machine" in story(result, "test_one_skips")[0]
 
 
 def test_a_loader_that_returns_no_subject(project: Project) -> None:
@@ -204,7 +205,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         "'_thread.lock' object",
     }
     for name, summary in summaries.items():
-        lines = story(result, f"test_{name}[no_meta_params]")
+        lines = story(result, f"test_{name}")
         assert lines[0] == f"test_{name}: {summary}"
         again = next(line for line in lines if line.startswith("rerun: "))
         assert f"test_{name}[no_meta_params]" in again
@@ -212,7 +213,7 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         name.replace("params", "buffers") for name, outcome in found.items() if outcome == "error"
     ]
     assert project.notes == ["lock"]
-    raised = "\n".join(story(result, "test_raises[no_meta_params]"))
+    raised = "\n".join(story(result, "test_raises"))
     assert 'raise KeyError("boom")' in raised
     assert "Captured rank 0 setup" in raised
     assert "Captured rank 1 setup" in raised
@@ -379,6 +380,47 @@ def test_an_own_check_that_raises_keeps_its_findings(project: Project) -> None:
         [
             "*  weight, rank 0: odd, but should be even",
             "*and not judged: the custom check my_broken_check raised KeyError: 'oops'",
+        ]
+    )
+
+
+TRAINED = """
+@fsdp_conformance(
+    world_size=1, only=["collectives_match_on_every_rank", "no_meta_params", "params_equal_reference"],
+)
+def test_bare(fsdp): return load(fsdp)
+
+@fsdp_conformance(world_size=(1, 2), only=["no_meta_params", "every_trainable_moves", "modules_train"])
+def test_rows(fsdp):
+    return load(fsdp, batch=lambda step: {"input": torch.ones(3, 4)}, loss=lambda model, batch: model(**batch).mean())
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "xdist"])
+def test_a_partly_checked_result_has_a_mark_and_a_count_of_its_own(project: Project, workers: list[str]) -> None:
+    project.loaders(TRAINED)
+    result = project.run("-k", "bare", "-rs", *workers)
+    summary = "1 passed, 1 partly checked, 1 skipped (1 not declared), 56 left out"
+    why = "passed for what could be checked; no training step was recorded (Subject(batch=...) is not declared)"
+    result.stdout.fnmatch_lines(
+        [
+            "*.ps *",
+            f"test_it.py::test_bare, world of 1 (gloo on cpu): {summary}; *",
+            f"partly checked: collectives_match_on_every_rank in test_it.py::test_bare: {why}",
+            "SKIPPED [[]1[]] test_it.py:*: Subject(reference=...) is not declared [[]params_equal_reference[]]",
+            "*= 1 passed, 1 skipped,* 1 partly checked in *",
+        ]
+    )
+
+
+def test_an_error_in_a_field_of_subject_stands_under_the_loader(project: Project) -> None:
+    project.loaders(TRAINED)
+    result = project.run("-k", "rows", "--tb=line")
+    result.stdout.fnmatch_lines(
+        [
+            "*_ ERROR at setup of test_rows[[]world2[]] _*",
+            "*test_it.py:*: test_rows[[]world2[]]: Subject(batch=...): *has 3 rows, which do not divide among 2 *",
+            "   test_it.py::test_rows[[]world2[]]: 2 checks not judged",
         ]
     )
 

@@ -85,14 +85,14 @@ def test_a_limit_interrupts_each_test_once(project: Project) -> None:
     # pytest-timeout writes the stacks of threads between the name of an item and its outcome.
     assert "2 failed, 4 passed, 2 errors, 6 same error" in result.outlines[-1]
     assert [project.notes.count(name) for name in ("loading", "drawn")] == [1, 1], "no example follows the limit"
-    first, second, *rest = story(result, "test_loading[no_meta_params]")
+    first, second, *rest = story(result, "test_loading")
     assert re.match(rf"test_loading: {LIMIT}; rank 1 was in reach_limit, test_it.py:\d+; rank 0 ", first)
     assert second == "(while loading)"
     assert any("in reach_limit" in line for line in rest)
-    first = story(result, "test_training[no_meta_params]")[0]
+    first = story(result, "test_training")[0]
     assert re.match(rf"test_training: {LIMIT}; .* in reach_limit, test_it.py:\d+", first)
     lines = story(result, "test_spmd")
     assert re.fullmatch(rf"{LIMIT}; rank 0 was in reach_limit, test_it.py:\d+", lines[0])
     assert any(line.startswith("rerun: ") for line in lines)
-    first = story(result, "test_drawn[no_meta_params]")[0]
+    first = story(result, "test_drawn")[0]
     assert re.fullmatch(rf"test_drawn: {LIMIT}; rank 0 was in reach_limit, test_it.py:\d+", first)

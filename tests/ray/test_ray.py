@@ -19,6 +19,7 @@ from pytest_fsdp_meta.worlds import RayEngine, World, WorldError, WorldSpec, cur
 from pytest_fsdp_meta.worlds.ray import engine as ray_engine
 from pytest_fsdp_meta.worlds.ray.engine import choose_seats
 from tests.conftest import Project
+from tests.plugin.test_outcomes import WORDS
 from tests.ray.ray_help import NODE, cluster_of, engine_of
 from tests.world_help import SOON, assert_gone, ended_at_last, environment, is_running, run_script, total
 from tests.worlds.test_faults import on_rank
@@ -229,7 +230,7 @@ def loss(model, batch):
 
 def verdicts(project: Project, *args: str) -> dict[str, str]:
     result = project.run("-v", *args)
-    return dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|SAME ERROR|ERROR)", result.stdout.str(), re.MULTILINE))
+    return dict(re.findall(rf"^(\S+::\S+) ({WORDS})", result.stdout.str(), re.MULTILINE))
 
 
 def test_a_loader_gets_the_same_outcomes_on_two_nodes_as_on_one_machine(
