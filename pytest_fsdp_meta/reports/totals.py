@@ -71,6 +71,8 @@ NEXT = ("reference", "batch", "loss", "optimizer", "train_step", "data", "schedu
 """The fields of Subject that most loaders can declare, those worth most first."""
 MOST_NEXT = 3
 """Fields named as the next to declare."""
+TELLING = ("params_equal_reference", "loss_parity", "grad_parity", "resume_parity", "modules_train")
+"""Checks to name first of those that need a field; the others follow in the order of the catalogue."""
 MOST_CHECKS = 2
 """Checks named for each of them, and for one reason why checks are partly checked."""
 UNDECLARED = re.compile(r"Subject\((\w+)=\.\.\.\) is not declared")
@@ -221,13 +223,13 @@ def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 
 def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
-    """Return field in ``NEXT`` -> the checks that lack it first."""
+    """Return field in ``NEXT`` -> the checks that lack it, ``TELLING`` ones first."""
     fields: dict[str, list[str]] = {}
     for check in loader.checks:
         found = UNDECLARED.match(check.reason) if check.skip == "not declared" else None
         if found and found[1] in NEXT:
             fields.setdefault(found[1], []).append(check.check)
-    return fields
+    return {name: sorted(ids, key=lambda id: (*TELLING, id).index(id)) for name, ids in fields.items()}
 
 
 def _describe_partly_checked(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:

@@ -14,7 +14,7 @@ from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining, Wor
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import evenness_of, notes_on
-from pytest_fsdp_meta.reports.totals import ACTIVITIES, NEXT, describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.totals import ACTIVITIES, NEXT, TELLING, describe_totals, nothing_judged
 from tests.checks.evidence_factory import (
     PARAMETERS,
     change,
@@ -267,8 +267,17 @@ def test_the_fields_worth_declaring_next_are_named_after_a_pass() -> None:
     assert next_lines(undeclared_in("t.py::test_x", "drawn", "kept_attributes")) == [], "few loaders need these"
 
 
-def test_the_fields_to_declare_next_are_fields_of_subject() -> None:
+def test_the_checks_that_say_most_of_a_field_are_named_first() -> None:
+    ids = ["no_meta_params", "names_match_reference", "loss_parity", "params_equal_reference"]
+    reason = "Subject(reference=...) is not declared"
+    lacking = tuple(CheckRecord(id, "skipped", skip="not declared", reason=reason) for id in ids)
+    (line,) = next_lines(replace(loader_with(), checks=(CheckRecord("dcp_reshards", "passed"), *lacking)))
+    assert line.endswith(": reference (params_equal_reference, loss_parity and 2 more)")
+
+
+def test_the_fields_and_checks_to_name_exist() -> None:
     assert set(NEXT) <= {field.name for field in fields(Subject)}
+    assert set(TELLING) <= set(IDS)
 
 
 def test_why_checks_are_partly_checked_is_shown_on_request() -> None:
