@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import save
 from torch import nn
 
+from pytest_fsdp_meta.catalogue import built_in
 from tests.conftest import Project, errors
 
 pytestmark = pytest.mark.slow
@@ -128,6 +129,8 @@ def test_tp(fsdp):
     )
     result = project.run("--fsdp-simulate=32", "-rs", "-p", "no:randomly")
     result.assert_outcomes(passed=3, skipped=2)
+    checks = len(built_in().ids_for(simulated=True))
+    result.stdout.fnmatch_lines([f"fsdp: * ({checks} checks)"])
     result.stdout.fnmatch_lines(["*simulated: the ranks have no values, and send nothing*"])
     result.stdout.fnmatch_lines(["*--fsdp-simulate: mesh {'tp': 2} has no dimension that shards data and could be*"])
 
