@@ -137,7 +137,7 @@ def _arrange(
 def calling(where: str, call: str = "") -> Iterator[None]:
     """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
 
-    Errors of a function that expects other arguments, or that gets None, also have the ``call``, such as
+    Errors of a function that expects other arguments, or that cannot use a None, also have the ``call``, such as
     "save(model, None, folder)".
     """
     try:
@@ -146,7 +146,7 @@ def calling(where: str, call: str = "") -> Iterator[None]:
     except (Misuse, CallFailed):
         raise
     except Exception as error:
-        shown = call and (_expects_others(error) or "None" in call)
+        shown = call and (_expects_others(error) or ("None" in call and "NoneType" in str(error)))
         raise CallFailed(f"{where}, called as {call}" if shown else where) from error
     except CheckpointException as error:
         raise CallFailed(where) from _first_failure(error)
