@@ -90,7 +90,10 @@ def loss_parity(view: View) -> Iterable[Finding]:
         require_same_first_forward(view, f"the losses differ ({message})")
     require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
-    reported = (_report_disagreement(view, runs, *disagreement) for disagreement in disagreements)
+    alike: dict[tuple[int, int, tuple[float, ...]], list[int]] = {}
+    for rank, other, step in disagreements:
+        alike.setdefault((other, step, runs[rank].losses), []).append(rank)
+    reported = (_report_disagreement(view, runs, ranks, *where) for (*where, _), ranks in alike.items())
     yield from (replace(finding, origin=origin) for finding in reported)
     if not wrong_steps:
         return
@@ -138,18 +141,21 @@ def _may_differ(view: View) -> bool:
     return "data_parallel" in subject.declared and subject.loss_over_ranks != "same"
 
 
-def _report_disagreement(view: View, runs: Sequence[RankTraining], rank: int, other: int, step: int) -> Finding:
-    ours, theirs = _distinct_digits(runs[rank].losses[step], runs[other].losses[step])
+def _report_disagreement(
+    view: View, runs: Sequence[RankTraining], ranks: Sequence[int], other: int, step: int
+) -> Finding:
+    losses = runs[ranks[0]].losses
+    ours, theirs = _distinct_digits(losses[step], runs[other].losses[step])
     declared_same = view.evidence.subject.loss_over_ranks == "same"
     why = "because every rank returns the global loss" if declared_same else "which sees the same rows"
     return Finding(
         None,
-        (rank,),
+        tuple(ranks),
         f"loss {ours} at step {step}",
         f"{theirs}, as on rank {other}, {why}",
-        f"losses {format_losses(runs[rank].losses)}; rank {other} {format_losses(runs[other].losses)}",
+        f"losses {format_losses(losses)}; rank {other} {format_losses(runs[other].losses)}",
         step=step,
-        **(_NOT_GLOBAL if declared_same else _DIVERGED if step else _IN_PARTS),
+        **(_explain_not_global(runs, step) if declared_same else _DIVERGED if step else _IN_PARTS),
     )
 
 
@@ -174,6 +180,18 @@ _NOT_GLOBAL: Explanation = {
     "remedy": "reduce the loss over all data-parallel ranks before it is returned, or declare "
     'Subject(loss_over_ranks="mean") or "sum"',
 }
+
+
+def _explain_not_global(runs: Sequence[RankTraining], step: int) -> Explanation:
+    """Name the groups of ranks with one loss, if some have ranks with different rows."""
+    by_loss: dict[float, list[int]] = {}
+    for rank, run in enumerate(runs):
+        by_loss.setdefault(run.losses[step], []).append(rank)
+    if not any(len({runs[rank].data_parallel for rank in ranks}) > 1 for ranks in by_loss.values()):
+        return _NOT_GLOBAL
+    groups = " and one on ".join(map(name_ranks, by_loss.values()))
+    cause = f"the loss is reduced over some of the data-parallel ranks only: one loss is on {groups}"
+    return {**_NOT_GLOBAL, "cause": cause}
 
 
 def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
