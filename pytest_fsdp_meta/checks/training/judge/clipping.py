@@ -15,7 +15,7 @@ from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, 
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Clipping, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -83,7 +83,7 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
         require_gradients(view)
         differences = (abs((run.norm or 0.0) - expected) / expected for run in runs if expected)
         require_noise(view, GRADIENT_TOLERANCE, differences)
-    should_be = f"{expected:.6g} within {limit / (expected or 1):.2g}"
+    should_be = f"{expected:.6g} within {limit:.2g}"
     if view.reference.own_clipping is not None:
         should_be += ", as the same function returns on one device"
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
@@ -145,16 +145,19 @@ def _with_problem(view: View, explanation: Explanation) -> Explanation:
 
 
 _WRONG_NORM: dict[bool, Explanation] = {
-    False: {
-        "cause": "all ranks agree on a norm that is too small: gradients are left out of the sum (vectors, unsharded "
-        "parameters, another mesh), or the norm of one rank's shards is used on all ranks",
-        "remedy": "sum the squares of all gradients that the optimizer uses, over the ranks that shard them",
-    },
-    True: {
-        "cause": "all ranks agree on a norm that is too large: replicated parameters count once per rank, or norms are "
-        "summed instead of their squares",
-        "remedy": "count replicated gradients once, and sum squares over the ranks that shard",
-    },
+    False: either(
+        "all ranks agree on a norm that is too small: ",
+        "gradients are left out of the sum, such as vectors",
+        "gradients are left out of the sum (vectors, unsharded parameters, another mesh), or the norm of one rank's "
+        "shards is used on all ranks",
+        "sum the squares of all gradients that the optimizer uses, over the ranks that shard them",
+    ),
+    True: either(
+        "all ranks agree on a norm that is too large: ",
+        "norms are summed instead of their squares, or gradients count twice",
+        "replicated parameters count once per rank, or norms are summed instead of their squares",
+        "count replicated gradients once, and sum squares over the ranks that shard",
+    ),
 }
 """Explanation for a norm that is wrong alike on all ranks, by whether it is too large."""
 

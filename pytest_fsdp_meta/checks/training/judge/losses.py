@@ -34,7 +34,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_training_mode,
     slice_losses,
 )
-from pytest_fsdp_meta.judging.limits import LossLimits, loss_limits, relative_distance, require_noise
+from pytest_fsdp_meta.judging.limits import LossLimits, largest_of, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Noted, PartlyJudged, View
@@ -106,7 +106,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
         None,
         tuple(range(len(runs))),
         f"loss {ours} at step {step}",
-        f"{theirs} within {allowed:.2g}",
+        f"{theirs} within {allowed * largest_of(expected):.2g}",
         f"losses {format_losses(actual)}; reference {format_losses(expected)}",
         origin=origin,
         step=step,
