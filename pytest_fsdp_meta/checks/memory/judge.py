@@ -205,9 +205,9 @@ def _sizes(rank: RankInventory) -> _Sizes:
     why="Results are right, and the step needs the memory that sharding or activation checkpointing should have saved: "
     "it fails first on the model that is too large for one device.",
     cause="fully_shard() was applied to the root only, or the names of the classes to wrap match nothing",
-    remedy="call fully_shard() on each block, and then on the root; with accelerate, "
-    "auto_wrap_policy='TRANSFORMER_BASED_WRAP' does it; if the model is small enough to be gathered as a whole, skip "
-    "this check with that reason",
+    remedy="call fully_shard() on each block, and then on the root; Accelerator.prepare() does it with "
+    "auto_wrap_policy='TRANSFORMER_BASED_WRAP', and other functions may ignore that policy; if the model is small "
+    "enough to be gathered as a whole, skip this check with that reason",
     references=["huggingface/accelerate#4172", "NVIDIA-NeMo/Automodel#3708"],
 )
 def step_memory_bounded(view: View) -> Iterable[Finding]:
