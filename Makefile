@@ -15,7 +15,7 @@ RAY := .venv-ray/bin
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
 # Those that have a recipe in docs/frameworks.
-WILD := accelerate composer deepspeed diffusers fms lightning litgpt olmo_core peft sentence_transformers torchao torchtitan torchtune trainer trl verl
+WILD := accelerate composer deepspeed diffusers fms lightning litgpt olmo_core peft sentence_transformers torchao torchtitan torchtune trainer trl veomni verl
 
 .PHONY: help conformance test slow nightly lint check wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
