@@ -25,7 +25,13 @@ BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
 HISTORY_BEGIN = "<!-- written by make wild and make field -->\n"
 FIELD, PUBLISHED = "field", ROOT / "docs" / "field.md"
 """The system of the history that ``make field`` judges, and its page."""
-PACKAGES = {"composer": "mosaicml", "trainer": "transformers"}
+PACKAGES = {
+    "composer": "mosaicml",
+    "fms": "ibm-fms",
+    "olmo_core": "ai2-olmo-core",
+    "sentence_transformers": "sentence-transformers",
+    "trainer": "transformers",
+}
 """The package that a system judges, where it has another name."""
 PAGES = {"lightning": "fabric"}
 """The page of a system, where it has another name."""

@@ -45,16 +45,16 @@ def load_from_transformers(fsdp, name):
 GIB = 2**30
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
 QWEN, DEEPSEEK = "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
-EMPTY = "no_rank_is_empty_handed"
+EMPTY, FITS = "no_rank_is_empty_handed", "step_fits"
 RUNS = {
     "Llama-8B": (partial(load_sharded, name=LLAMA_8B), {"dp_shard": 1024}, ()),
-    "Llama-70B": (partial(load_sharded, name=LLAMA_70B), {"dp_replicate": 4, "dp_shard": 256}, ()),
+    "Llama-70B": (partial(load_sharded, name=LLAMA_70B), {"dp_replicate": 4, "dp_shard": 256}, (FITS,)),
     "Qwen3": (partial(load_sharded, name=QWEN, placement=on_the_longest_dim), {"dp_shard": 1024}, ()),
     "Qwen3-by-experts": (partial(load_sharded, name=QWEN), {"dp_shard": 1024}, (EMPTY,)),
-    "DeepSeek": (partial(load_sharded, name=DEEPSEEK, placement=on_the_longest_dim), {"dp_shard": 1024}, ()),
-    "Llama-8B-transformers": (partial(load_from_transformers, name=LLAMA_8B), {"dp_shard": 128, "tp": 8}, ()),
+    "DeepSeek": (partial(load_sharded, name=DEEPSEEK, placement=on_the_longest_dim), {"dp_shard": 1024}, (FITS,)),
+    "Llama-8B-transformers": (partial(load_from_transformers, name=LLAMA_8B), {"dp_shard": 128, "tp": 8}, (FITS,)),
 }
-"""Run -> the loader, the mesh, and the checks with findings."""
+"""Run -> the loader, the mesh, and the checks with findings. Without checkpointing, some steps do not fit into 80 GiB."""
 JUDGED = {"names_match_reference", "shapes_match_reference", "nothing_left_unsharded", "dtensor_placements"}
 
 
@@ -70,7 +70,7 @@ def test_a_published_model_on_1024_ranks(run, loader_judge):
     assert {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"} == {}
     assert tuple(id for id, verdict in verdicts.items() if verdict.status == "failed") == failing
     judged = {*JUDGED, "shards_tile_the_tensor", "memory_falls_with_ranks", "communication_scales"}
-    assert {id for id, verdict in verdicts.items() if verdict.status == "passed"} >= (JUDGED if failing else judged)
+    assert {id for id, verdict in verdicts.items() if verdict.status == "passed"} >= (JUDGED if EMPTY in failing else judged)
     print("\n".join(describe_sizes(evidence.simulation, evidence.world)))
 
 
