@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from datetime import date
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [judge(options, loader) for loader in loaders]
     if options.page is not None:
         options.page.write_text(render_overview(runs) if options.loader == ALL else render_page(*runs), "utf-8")
-        if options.page.resolve() == PUBLISHED and not options.names:
+        if options.page.resolve() == PUBLISHED and options.loader == "transformers" and not options.names:
             record([judged(*runs)])
     return 1 if any(run.unexpected for run in runs) else 0
 
@@ -230,7 +230,8 @@ def judged(run: Run) -> Judged:
     """Return the entry of a run in the history of released packages."""
     findings = {id for row in run.rows for id in row.findings}
     torch, transformers = (run.versions[name].partition("+")[0] for name in PACKAGES)
-    return Judged(date.today().isoformat(), FIELD, f"transformers {transformers}", torch, tuple(sorted(findings)))
+    today = datetime.now(timezone.utc).date().isoformat()
+    return Judged(today, FIELD, f"transformers {transformers}", torch, tuple(sorted(findings)))
 
 
 def _cpu_seconds() -> float:

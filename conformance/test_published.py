@@ -54,7 +54,7 @@ RUNS = {
     "DeepSeek": (partial(load_sharded, name=DEEPSEEK, placement=on_the_longest_dim), {"dp_shard": 1024}, (FITS,)),
     "Llama-8B-transformers": (partial(load_from_transformers, name=LLAMA_8B), {"dp_shard": 128, "tp": 8}, (FITS,)),
 }
-"""Run -> the loader, the mesh, and the checks with findings. Without checkpointing, some steps do not fit into 80 GiB."""
+"""Run -> the loader, the mesh, and the checks with findings. Nothing is checkpointed: some steps take over 80 GiB."""
 JUDGED = {"names_match_reference", "shapes_match_reference", "nothing_left_unsharded", "dtensor_placements"}
 
 
@@ -69,8 +69,9 @@ def test_a_published_model_on_1024_ranks(run, loader_judge):
     verdicts = judge_all(evidence)
     assert {id: verdict.reason for id, verdict in verdicts.items() if verdict.status == "error"} == {}
     assert tuple(id for id, verdict in verdicts.items() if verdict.status == "failed") == failing
-    judged = {*JUDGED, "shards_tile_the_tensor", "memory_falls_with_ranks", "communication_scales"}
-    assert {id for id, verdict in verdicts.items() if verdict.status == "passed"} >= (JUDGED if EMPTY in failing else judged)
+    judged = {"shards_tile_the_tensor", "memory_falls_with_ranks", "communication_scales"}
+    passed = {id for id, verdict in verdicts.items() if verdict.status == "passed"}
+    assert passed >= {*JUDGED, *(() if EMPTY in failing else judged)}
     print("\n".join(describe_sizes(evidence.simulation, evidence.world)))
 
 

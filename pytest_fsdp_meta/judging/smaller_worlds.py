@@ -39,14 +39,16 @@ def may_be_due_to_ranks(check: Check) -> bool:
 def add_smaller_worlds(check: Check, findings: Sequence[Finding], smaller: Sequence[SmallerWorld]) -> list[Finding]:
     """Return the findings with the place where they start, and with the cause that smaller worlds leave possible.
 
-    Those of one cause start in one place: there, a few of their tensors may be wrong by less than is noticed.
+    Those of one cause start in one place: there, a few of their tensors may be wrong by less than is noticed. The
+    cause that a check has for all findings without one of their own says less.
     """
     if not smaller or not may_be_due_to_ranks(check):
         return [*findings]
     tensors: dict[str, set[str | None]] = {}
     for finding in findings:
         tensors.setdefault(finding.cause, set()).add(finding.tensor)
-    return [_add(check, finding, tensors[finding.cause], smaller) for finding in findings]
+    alike = ({finding.tensor} if finding.cause == check.cause else tensors[finding.cause] for finding in findings)
+    return [_add(check, finding, own, smaller) for finding, own in zip(findings, alike, strict=True)]
 
 
 def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequence[SmallerWorld]) -> Finding:

@@ -50,9 +50,13 @@ def is_zero3_optimizer(value: object) -> bool:
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether the value is an object, and not a class, with ``state_dict()`` and ``load_state_dict()``."""
+    """Return whether the value is an object, and not a class, with ``state_dict()`` and ``load_state_dict()``.
+
+    accelerate's loaders have both methods, which raise unless they use torchdata's loader with a state.
+    """
     methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(callable, methods))
+    unused = getattr(value, "use_stateful_dataloader", True) is False
+    return not isinstance(value, type) and not unused and all(map(callable, methods))
 
 
 def takes(function: object, name: str, any_keyword: bool = False) -> bool:

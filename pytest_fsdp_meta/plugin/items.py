@@ -34,6 +34,7 @@ from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
 from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord
+from pytest_fsdp_meta.reports.sizes import sizes_of
 from pytest_fsdp_meta.reports.summary import evenness_of, notes_on, summarise
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
@@ -170,7 +171,7 @@ class CheckItem(RanksItem):
         if evidence is None:
             return context
         if evidence.world.simulated:
-            context = replace(context, sizes=evidence.simulation or ())
+            context = replace(context, sizes=sizes_of(evidence))
         else:
             evenness = evenness_of(evidence.inventory, evidence.training)
             context = replace(context, evenness=evenness, notes=notes_on(evidence))

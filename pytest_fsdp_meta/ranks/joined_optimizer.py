@@ -86,20 +86,20 @@ def train_optimizer(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def watching_eval(optimizer: Optimizer) -> Iterator[set[str]]:
-    """Yield the classes of optimizers that are in ``train()``, without those whose ``eval()`` is called meanwhile.
+def watching_eval(optimizer: Optimizer) -> Iterator[dict[int, str]]:
+    """Yield the classes of optimizers that are in ``train()``, by identity, without those whose ``eval()`` is called.
 
     Whether one is in ``train()`` is in its parameter groups: "train_mode" of facebookresearch/schedule_free.
     """
     parts = [part for part in map(computing_optimizer, parts_of_optimizer(optimizer)) if _trains(part)]
-    training = {type(part).__name__ for part in parts}
+    training = {id(part): type(part).__name__ for part in parts}
 
-    def leave(part: Any) -> None:
-        training.discard(type(part).__name__)
-        type(part).eval(part)
+    def leave(part: Optimizer, evaluate: Callable[[], object]) -> object:
+        training.pop(id(part), None)
+        return evaluate()
 
     for part in parts:
-        part.eval = partial(leave, part)
+        part.eval = partial(leave, part, part.eval)
     try:
         yield training
     finally:
@@ -109,7 +109,7 @@ def watching_eval(optimizer: Optimizer) -> Iterator[set[str]]:
 
 def _trains(part: Optimizer) -> bool:
     modes = callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))
-    return modes and any(group.get(flag) is True for group in part.param_groups for flag in ("train_mode", "training"))
+    return modes and any(group.get("train_mode") is True for group in part.param_groups)
 
 
 def computing_optimizer(optimizer: Optimizer) -> Optimizer:

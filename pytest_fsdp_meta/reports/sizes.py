@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.checks.simulation.facts import (
     PARTS,
     STEPPING,
     ModuleTraffic,
     PhasePeak,
+    RankSize,
     SimulatedSize,
     SimulatedStep,
     Traffic,
 )
 from pytest_fsdp_meta.checks.simulation.judge.step import describe_memory
-from pytest_fsdp_meta.evidence import WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, WorldFacts
 from pytest_fsdp_meta.text import as_bytes
 
 BAR_WIDTH, BAR_HEIGHT = 320, 14
@@ -189,3 +190,16 @@ def _bars(peak: PhasePeak, scale: float) -> Iterator[Bar]:
         width = peak.parts.get(part, 0) * scale
         yield Bar(part, left, width)
         left += width
+
+
+def sizes_of(evidence: Evidence) -> tuple[SimulatedSize, ...]:
+    """Return the simulated sizes without the groups of parameters, whose names would be most of a report."""
+    return tuple(
+        replace(size, ranks=tuple(rank if rank.step is None else _without_groups(rank) for rank in size.ranks))
+        for size in evidence.simulation or ()
+    )
+
+
+def _without_groups(rank: RankSize) -> RankSize:
+    assert rank.step is not None
+    return replace(rank, step=replace(rank.step, groups=()))

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
@@ -268,6 +276,36 @@ class Sequential(Wrapped):
         self.loader = DataLoader(TensorDataset(ROWS), 4, sampler=sampler)
 
 
+class WithPreview(Wrapped):
+    """The rows come from a loader that does not shuffle."""
+
+    def __init__(self) -> None:
+        own = ROWS[dist.get_rank() :: dist.get_world_size()]
+        self.loader = DataLoader(TensorDataset(own), 4)
+        self.preview = DataLoader(TensorDataset(own), 4, shuffle=True)
+
+
+class ShuffledOnce(Wrapped):
+    def __init__(self) -> None:
+        self.shuffle = True
+        self.loader = DataLoader(TensorDataset(ROWS[dist.get_rank() :: dist.get_world_size()]), 4)
+
+
+class Once(Wrapped):
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        if self.passes > 1:
+            raise RuntimeError("for one epoch only")
+        return iter(self.loader)
+
+
+def batch_sampled() -> DataLoader[Any]:
+    sampler = DistributedSampler(ROWS, dist.get_world_size(), dist.get_rank())
+    return DataLoader(TensorDataset(ROWS), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+
 class SeededEachTime(Wrapped):
     def __init__(self) -> None:
         own = ROWS[dist.get_rank() :: dist.get_world_size()]
@@ -279,13 +317,16 @@ class SeededEachTime(Wrapped):
         yield from self.loader
 
 
+PASSING = (Counted, Passing, Sequential, WithPreview, ShuffledOnce, Once, batch_sampled)
+
+
 @pytest.mark.parametrize(
     ("data", "expected", "cause"),
     [
-        (Wrapped, "another order, as DistributedSampler shuffles", "nothing calls set_epoch() of the sampler"),
+        (Wrapped, "another order, as DistributedSampler shuffles", "nothing in what data() returns calls set_epoch()"),
         (Ignoring, "another order, as DistributedSampler shuffles", "set_epoch(1) was called before the second epoch"),
         (SeededEachTime, "another order, as RandomSampler shuffles", "its generator is seeded again"),
-        *[(right, None, "") for right in (Counted, Passing, Sequential)],
+        *[(right, None, "") for right in PASSING],
     ],
 )
 def test_the_order_of_the_second_epoch(data, expected, cause):
@@ -343,6 +384,93 @@ def test_resuming_within_the_second_epoch(data, built):
     (finding,) = found.findings
     assert (finding.ranks, finding.actual) == ((0, 1), "the batches at this position of the first epoch after resuming")
     assert finding.cause.startswith("the position is restored and the epoch is not")
+
+
+class SecondEpoch(Counting):
+    """The first epoch is right."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        whole = self.rows if not self.epoch else self.later()
+        self.epoch += 1
+        yield from whole.split(2)
+
+    def later(self) -> Tensor:
+        return self.rows
+
+
+class NotSplit(SecondEpoch):
+    def later(self) -> Tensor:
+        return ROWS
+
+
+class Half(SecondEpoch):
+    def later(self) -> Tensor:
+        return self.rows[:4]
+
+
+class EarlyOnOneRank(SecondEpoch):
+    def later(self) -> Tensor:
+        return self.rows[: len(self.rows) - 4 * dist.get_rank()]
+
+
+class SeededByRank(SecondEpoch):
+    def later(self) -> Tensor:
+        order = torch.randperm(22, generator=torch.Generator().manual_seed(dist.get_rank()))
+        return ROWS[order[:11]]
+
+
+class OtherRows(SecondEpoch):
+    def later(self) -> Tensor:
+        return self.rows + 100
+
+
+@pytest.mark.parametrize(
+    ("data", "actual"),
+    [
+        (SecondEpoch, ""),
+        (OtherRows, ""),
+        (NotSplit, "in the second epoch: the same rows on these ranks"),
+        (Half, "in the second epoch: 14 of 22 rows of an epoch are on no rank"),
+        (EarlyOnOneRank, "in the second epoch: Subject(data=...) ends after 4 batches"),
+        (SeededByRank, "in the second epoch: "),
+    ],
+)
+def test_what_is_wrong_in_the_second_epoch_only(data, actual):
+    found = judged(lambda fsdp: {"data": lambda: data(dist.get_rank(), dist.get_world_size())}, FOLLOW)[FOLLOW]
+    assert [finding.actual.startswith(actual) for finding in found.findings] == [True] * bool(actual), found
+
+
+def test_a_loader_whose_state_is_not_used_needs_save_and_resume():
+    """accelerate's DataLoaderAdapter has both methods, which raise without ``use_stateful_dataloader=True``."""
+
+    class Adapter(Counting):
+        use_stateful_dataloader = False
+
+        def state_dict(self) -> dict[str, int]:
+            raise AttributeError("'DataLoader' object has no attribute 'dl_state_dict'")
+
+    found = judged(lambda fsdp: {"data": Adapter(fsdp.rank, fsdp.world_size)}, RESUME)[RESUME]
+    assert found.reason.startswith(NOT_SAVED)
+
+
+def saved_and_reset(fsdp: Rank) -> dict[str, Any]:
+    """``set_epoch()`` begins an epoch, and ``resume()`` restores epoch and position."""
+    own = SetByTheTrainer(fsdp.rank, fsdp.world_size)
+
+    def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        torch.save({"position": own.position, "epoch": own.epoch}, folder / f"{fsdp.rank}.pt")
+
+    def resume(model: nn.Module, optimizer: Any, folder: Path) -> None:
+        state = torch.load(folder / f"{fsdp.rank}.pt")
+        own.position, own.epoch = state["position"], state["epoch"]
+
+    return {"data": lambda: own, "save": save, "resume": resume}
+
+
+def test_set_epoch_does_not_undo_what_resume_restores():
+    assert judged(saved_and_reset, RESUME)[RESUME].status == "passed"
 
 
 def endless(fsdp: Rank) -> Iterator[Tensor]:

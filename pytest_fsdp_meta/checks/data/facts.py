@@ -24,7 +24,7 @@ class RankBatches:
     """The batches of the second epoch; None if the first has not ended, or if the loader hands out one epoch only."""
     shuffled_by: str = ""
     """The class of what shuffles in the loader, if that can be seen."""
-    moved: bool = False
+    has_set_epoch: bool = False
     """Whether ``set_epoch(1)`` of the loader, or of its sampler or dataset, was called before the second epoch."""
     saved_after: int = 0
     """How many batches came before the checkpoint; 0 if none was saved."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import renew_optimizer
@@ -31,7 +31,7 @@ from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.poison import NOTICES
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, Rank, current, doing, forward_warnings
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, current, doing, forward_warnings
 
 MOST_BATCHES = 256
 """Batches that are read on each rank; an epoch may have more, or never end."""
@@ -39,8 +39,8 @@ SAVED_AFTER = 2
 """Batches before the checkpoint: one alone may be the only one that a loader has not prefetched."""
 READ = "data"
 """In the state of a rank: the loader whose first epoch was read."""
-DEEPEST = 4
-"""Attributes between a loader and its sampler: wrapper, DataLoader, batch sampler, sampler."""
+DEEPEST = 3
+"""Wrappers around a DataLoader that are looked into."""
 END = object()
 """What a loader without more batches returns."""
 
@@ -57,23 +57,29 @@ def pack_data() -> PackedFunction | None:
 
 
 def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
-    """Return the batches of an epoch, and whether this rank lets a second one be read; save after the first of them.
+    """Read an epoch, saving after its first batches. Return the batches, and whether a second epoch can be read.
 
     Nothing is saved if ``folder`` is None, or if neither the author nor the loader can do it.
     """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ] = _begin_epoch(rank, subject)
     first = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
-    return first, not first.loader or (first.ended and bool(first.batches) and iter(loader) is not loader)
+    return first, not first.loader or (first.ended and bool(first.batches) and not isinstance(loader, Iterator))
 
 
 def read_later_epoch(folder: str | None) -> RankBatches:
-    """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does."""
+    """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does.
+
+    There are none if the loader refuses to be read again.
+    """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ]
-    moved = _begin_second_epoch(loader)
-    found = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
-    return replace(found, later=found.batches, shuffled_by=_shuffler(loader), moved=moved)
+    has_set_epoch = _begin_second_epoch(loader)
+    try:
+        found = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
+    except CallFailed:  # a loader for one epoch; the first one raised nothing
+        return RankBatches(batch_slice(subject, rank), later=())
+    return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
 
 
 def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> RankBatches:
@@ -146,7 +152,8 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None,
         optimizer, kept = _optimizer(rank, subject)
         call_author("resume", subject, optimizer, resumed_from, kept)
     loader = () if data is None else _open(data)
-    if later and _is_function(data):
+    # The author's resume() restores the epoch of a loader of their own, whose set_epoch() may begin it again.
+    if later and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
         _begin_second_epoch(loader)
     return loader
 
@@ -159,6 +166,7 @@ def _saved_after(subject: Subject, loader: Any, folder: str | None) -> int:
 def _begin_second_epoch(loader: Any) -> bool:
     """Call ``set_epoch(1)`` of the loader or of its parts, as a trainer does; return whether there is one."""
     parts: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    parts.append(getattr(parts[1], "sampler", None))
     found = [part for part in ([loader] if hasattr(loader, "set_epoch") else parts) if hasattr(part, "set_epoch")]
     for part in found:
         with calling(f"set_epoch() of {type(part).__name__} in Subject(data=...)"):
@@ -167,16 +175,32 @@ def _begin_second_epoch(loader: Any) -> bool:
 
 
 def _shuffler(loader: Any) -> str:
-    """Return the class of what shuffles, anywhere in the loader: a ``RandomSampler``, or an object with ``shuffle``."""
-    seen, waiting = set[int](), [(loader, 0)]
+    """Return the class of the sampler that shuffles: a ``RandomSampler``, or one with ``shuffle`` set; or "".
+
+    Of several DataLoaders within a loader, it is not known which one its rows are from.
+    """
+    loaders: list[DataLoader[Any]] = []
+    waiting = [(loader, 0)]
     while waiting:
         part, depth = waiting.pop(0)
-        if isinstance(part, RandomSampler) or getattr(part, "shuffle", None) is True:
-            return type(part).__name__
-        if id(part) not in seen and depth < DEEPEST and not isinstance(part, (Tensor, nn.Module, type)):
-            seen.add(id(part))
-            waiting += [(value, depth + 1) for value in getattr(part, "__dict__", {}).values()]
-    return ""
+        if isinstance(part, DataLoader):
+            loaders.append(part)
+        elif depth < DEEPEST:
+            waiting += [(value, depth + 1) for value in getattr(part, "__dict__", {}).values() if _may_hold(value)]
+    if len(loaders) != 1:
+        return ""
+    own = loaders[0]
+    samplers = [own.sampler, own.batch_sampler, getattr(own.batch_sampler, "sampler", None)]
+    shuffling = [s for s in samplers if isinstance(s, RandomSampler) or _shuffles(s)]
+    return type(shuffling[0]).__name__ if shuffling else ""
+
+
+def _may_hold(value: object) -> bool:
+    return isinstance(value, DataLoader) or hasattr(type(value), "__iter__")
+
+
+def _shuffles(sampler: object) -> bool:
+    return isinstance(sampler, Sampler) and getattr(sampler, "shuffle", None) is True
 
 
 def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:

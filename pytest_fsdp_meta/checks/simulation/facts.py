@@ -88,7 +88,7 @@ class PhasePeak:
 
     @property
     def large_parts(self) -> dict[str, int]:
-        """Those that matter."""
+        """The parts that are more than 2% of the peak."""
         return {name: nbytes for name, nbytes in self.parts.items() if nbytes > self.nbytes / 50}
 
     @property
@@ -106,6 +106,8 @@ class Assumptions:
     optimizer: str = ""
     recomputes: bool = False
     """Whether the backward computed modules again."""
+    checkpointed: bool = False
+    """Whether modules have activation checkpointing, as far as their settings say."""
     meshes: tuple[str, ...] = ()
     """Those that the parameters lie on, such as "dp_replicate=4 x dp_shard=256"."""
 
@@ -129,6 +131,7 @@ class SimulatedStep:
     """The field of Subject without which no step can be run, or empty."""
     assumed: Assumptions = Assumptions({})
     groups: tuple[GatheredGroup, ...] = ()
+    """Not in reports, where the names of all parameters would be most of the file."""
     unstepped: str = ""
     """Why what the optimizer needs while it steps is unknown, or empty."""
 

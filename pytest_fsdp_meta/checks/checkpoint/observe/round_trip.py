@@ -130,7 +130,7 @@ def save_all(folder: str) -> RankResumed:
     generators: dict[str, RandomState] = {}
     with observing_save(subject, rank, generators), watching_eval(optimizer) as training:
         model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
-    running, modes = still_saving(), tuple(sorted(training)) if subject.save is not None else ()
+    running, modes = still_saving(), tuple(sorted(set(training.values()))) if subject.save is not None else ()
     return replace(held, model=model, generators=generators, running=running, saved_in_train=modes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ SEQUENCES = "the ranks of one data-parallel index see different rows, maybe part
 ROUGHLY = 0.1
 """How far the share of missing rows may be from that of a second split, which is then the cause."""
 FEW_ROWS = 8
-"""Fewer rows than this may have the same order twice by chance: one of 40,320 orders of 8 rows."""
+"""Fewer rows of a rank may have the same order twice by chance: one of 40,320 orders of 8 rows."""
 Places = Mapping[int, Sequence[tuple[int, RankBatches]]]
 """Data-parallel index -> the ranks that have it, with their batches."""
 
@@ -66,6 +67,7 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     if found:
         return  # which explains rows that are repeated or missing
     doubts = [SEQUENCES] if split else []
+    known = None
     if size > 1:
         parts = _parts(epoch, places)
         whole, problem = _whole(epoch, parts)
@@ -77,7 +79,12 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
         if whole is None:
             doubts.append(f"missing rows were not looked for: {problem}")
         elif not doubt:
-            yield from _missing(parts, whole)
+            known = whole
+            missing = [*_missing(parts, whole)]
+            yield from missing
+            if missing:
+                return
+    yield from _wrong_second_epoch(epoch, places, size, bool(split), known)
     if doubts:
         raise PartlyJudged("; ".join(doubts))
 
@@ -95,16 +102,34 @@ def _share_rows(places: Places) -> bool:
     return any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
 
 
+def _wrong_second_epoch(
+    epoch: Epoch, places: Places, size: int, split: bool, whole: Counter[str] | None
+) -> Iterator[Finding]:
+    """Yield what is wrong in the second epoch only. Without ``whole``, repeated and missing rows are not looked for."""
+    if any(rank.later is None for ranks in places.values() for _, rank in ranks):
+        return
+    later = {
+        index: [(number, replace(rank, batches=rank.later or ())) for number, rank in ranks]
+        for index, ranks in places.items()
+    }
+    found = [*(() if split else _differing(later, size)), *_ending_early(later)]
+    parts = _parts(epoch, later)
+    if not found and whole is not None and _total(parts).keys() <= whole.keys():  # else an epoch has rows of its own
+        found, doubt = _judge_repeated(parts, whole)
+        found = found or ([] if doubt else [*_missing(parts, whole)])
+    yield from (replace(finding, actual=f"in the second epoch: {finding.actual}") for finding in found)
+
+
 def _repeating(epoch: Epoch) -> Iterator[Finding]:
     """Yield a finding if the loader shuffles, and the order of the second epoch is that of the first on every rank."""
     ranks = {number: rank for number, rank in enumerate(epoch.ranks) if rank.loader}
     shufflers = {rank.shuffled_by for rank in ranks.values()}
-    if "" in shufflers or len({row for rank in ranks.values() for row in rank.rows}) < FEW_ROWS:
+    if "" in shufflers or max((len({*rank.rows}) for rank in ranks.values()), default=0) < FEW_ROWS:
         return
     if any(rank.later != rank.batches for rank in ranks.values()):
         return
     shuffler = " and ".join(sorted(shufflers))
-    explanation = _UNMOVED if any(rank.moved for rank in ranks.values()) else _NEVER_MOVED
+    explanation = _SET_EPOCH_IGNORED if any(rank.has_set_epoch for rank in ranks.values()) else _NO_SET_EPOCH
     actual = "the order of the first epoch again in the second"
     yield Finding(DATA, tuple(ranks), actual, f"another order, as {shuffler} shuffles", **explanation)
 
@@ -271,13 +296,13 @@ def _missing(parts: Sequence[_Part], whole: Counter[str]) -> Iterator[Finding]:
     yield Finding(DATA, ranks, actual, "each row on one data-parallel rank", **(_SPLIT_TWICE if twice else _LEFT_OUT))
 
 
-_NEVER_MOVED: Explanation = {
-    "cause": "the order is derived from a seed that stays the same: nothing calls set_epoch() of the sampler, or its "
-    "generator is seeded again where an epoch begins",
-    "remedy": "call set_epoch(epoch) of the sampler where an epoch begins; or give what data() returns a set_epoch(), "
-    "which is called with 1 before the second epoch is read",
+_NO_SET_EPOCH: Explanation = {
+    "cause": "the order is derived from a seed that stays the same: nothing in what data() returns calls set_epoch() "
+    "of the sampler, or its generator is seeded again where an epoch begins",
+    "remedy": "call set_epoch(epoch) of the sampler where an epoch begins; if your trainer does, give what data() "
+    "returns a set_epoch(), which is called with 1 before the second epoch is read",
 }
-_UNMOVED: Explanation = {
+_SET_EPOCH_IGNORED: Explanation = {
     "cause": "set_epoch(1) was called before the second epoch, and did not reach what shuffles: it is another sampler, "
     "or a copy of it",
     "remedy": "pass the epoch on to the sampler from which the loader takes its order",

@@ -55,7 +55,7 @@ def batches_resume(view: View) -> Iterator[Finding]:
     runs = {number: _run(rank, rank.saved_after, later.batches) for number, (rank, later) in pairs.items()}
     if not any(run.rest for run in runs.values()):
         raise NotJudged("the epoch ends at the checkpoint, after its first batches; give data at least 3 batches")
-    known = {row for rank in epoch.ranks for row in rank.rows}
+    known = {row for rank in epoch.ranks for row in (*rank.rows, *_flat(rank.resumable))}
     if len(known) == 1:
         raise NotJudged("all rows of data are equal, so no position in it can be distinguished")
     if all(rank.ended for rank in epoch.ranks):

@@ -24,6 +24,8 @@ from pytest_fsdp_meta.text import as_bytes, counted
 
 LARGE = 0.01
 """Fraction of the whole; smaller parts, such as those of norms and biases, are not named."""
+FEWEST_BLOCKS = 3
+"""Fewer blocks in one group are often meant: each gather costs time."""
 MUCH_OF_THE_MODEL = 0.4
 """Fraction of the parameters, from which on the blocks that one group gathers are a large part of the model."""
 SLACK = 1.25
@@ -185,12 +187,13 @@ def _gathered_together(view: View) -> Iterator[Finding]:
 
     whole = nbytes(name for name, tensor in tensors.items() if tensor.kind == "parameter")
     step = next((size.step for size in simulated_sizes(view) if size.step is not None), None)
+    stacks = list(stacks_of(inventory))
     for group in step.groups if step is not None else ():
         own = frozenset(group.parameters)
-        for stack in stacks_of(inventory):
+        for stack in stacks:
             blocks = [names for names in stack.blocks.values() if not own.isdisjoint(names)]
             gathered = nbytes(name for names in blocks for name in names & own)
-            if group.ranks > 1 and len(blocks) > 1 and gathered > MUCH_OF_THE_MODEL * whole:
+            if group.ranks > 1 and len(blocks) >= FEWEST_BLOCKS and gathered > MUCH_OF_THE_MODEL * whole:
                 yield Finding(
                     None,
                     (inventory.rank,),
@@ -204,7 +207,8 @@ def _gathered_together(view: View) -> Iterator[Finding]:
 _TOGETHER: Explanation = {
     "cause": "fully_shard() was applied to a module with many blocks and not to these, so they are gathered together "
     "on every rank, however many there are",
-    "remedy": "call fully_shard() on each block, and then on the module around them",
+    "remedy": "call fully_shard() on each block, and then on the module around them; if the model is small enough "
+    "to be gathered so, skip this check with that reason",
 }
 
 

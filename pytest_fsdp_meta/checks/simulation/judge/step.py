@@ -102,8 +102,12 @@ def step_fits(view: View) -> Iterable[Finding]:
 
 
 def _checkpointing_lost(view: View, size: SimulatedSize, step: SimulatedStep) -> Iterator[Finding]:
-    reference = view.evidence.reference
-    if reference is None or not reference.recomputing or step.assumed.recomputes:
+    """Report checkpointing that the reference has, where the model neither recomputes nor is set to do it.
+
+    A checkpointed block that needs no gradient is not computed again, and functions may be checkpointed apart.
+    """
+    reference, assumed = view.evidence.reference, step.assumed
+    if reference is None or not reference.recomputing or assumed.recomputes or assumed.checkpointed:
         return
     kept = max((peak.parts.get(ACTIVATIONS, 0) for peak in step.peaks), default=0)
     yield Finding(
@@ -116,8 +120,8 @@ def _checkpointing_lost(view: View, size: SimulatedSize, step: SimulatedStep) ->
 
 
 _CHECKPOINTING_LOST: Explanation = {
-    "cause": "activation checkpointing is not set on the model that trains: it is applied to another copy, or switched "
-    "off with the flags that the loader sets",
+    "cause": "activation checkpointing is not set on the model that trains: it is applied to another copy, or the "
+    "loader switches it off",
     "remedy": "apply it to the loaded model: gradient_checkpointing_enable(), or checkpoint_wrapper() on each block "
     "before fully_shard()",
 }

@@ -115,11 +115,11 @@ def observe_reference(
         if kind == "parameter" and name in frozen:
             tensor.requires_grad_(False)
     inventory = take_inventory(model, 0, "meta", attributes)
-    keys, recomputing = tuple(model.state_dict()), tuple(_recomputing(model))
+    keys, recomputing = tuple(model.state_dict()), tuple(checkpointed_modules(model))
     return ReferenceFacts(source="callable", inventory=inventory, state_dict=keys, recomputing=recomputing)
 
 
-def _recomputing(model: Module) -> Iterator[str]:
+def checkpointed_modules(model: Module) -> Iterator[str]:
     """Yield the modules that compute their forward again in backward: by transformers' flag, or torch's wrapper."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper":

@@ -36,7 +36,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     SimulatedStep,
     Traffic,
 )
-from pytest_fsdp_meta.checks.simulation.observe.load import asks_for_a_value
+from pytest_fsdp_meta.checks.simulation.observe.load import asks_for_a_value, checkpointed_modules
 from pytest_fsdp_meta.checks.simulation.observe.phases import PhaseMeter, leaves
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
@@ -171,7 +171,8 @@ def _assumptions(model: Module, batch: Mapping[str, Any], optimizer: Optimizer |
     shapes = {key: tuple(value.shape) for key, value in batch.items() if _has_rows(value)}
     meshes = [mesh_facts(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)]
     described = dict.fromkeys(" x ".join(map("{}={}".format, mesh.dims, mesh.shape)) for mesh in meshes)
-    return Assumptions(shapes, _describe_optimizer(optimizer), recomputes, tuple(described))
+    checkpointed = any(True for _ in checkpointed_modules(model))
+    return Assumptions(shapes, _describe_optimizer(optimizer), recomputes, checkpointed, tuple(described))
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:

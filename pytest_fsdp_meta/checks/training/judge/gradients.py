@@ -137,7 +137,9 @@ def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float |
     if not apart <= ALIKE**2 * moved or not all(math.isfinite(m.apart) for m in measures):
         return None
     factor, residual = _common_factor(measures)
-    return factor if abs(factor - 1) > max(SCALED, FAR * residual) else None
+    # Weights that moved 20% less may have gradients that are 8% larger.
+    elsewhere = math.sqrt(apart / moved) if apart > SCALED**2 * moved > 0 else 0.0
+    return factor if abs(factor - 1) > max(SCALED, FAR * residual, elsewhere) else None
 
 
 def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:
@@ -162,8 +164,10 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
     bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
     if bound is None or norm is None or (factor := _factor_before_clipping(view, runs)) is None:
         return
+    if not 0 < factor * norm < bound < norm:
+        return
     left, _ = _common_factor([c.measure for run in runs for c in run.gradients if c.measure is not None])
-    if abs(left * min(norm, bound) / min(factor * norm, bound) - 1) <= 2 * SCALED:
+    if abs(left * bound / (factor * norm) - 1) <= 2 * SCALED:
         detail = f"their norm is below max_grad_norm={bound:g}, to which the reference clips"
         yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
 

@@ -74,7 +74,7 @@ class ReferenceClipping:
             except Exception as error:
                 self._give_up(error)
         norm = torch.nn.utils.clip_grad_norm_(parameters, bound)
-        if self.norm_before is None:
+        if self._clip is None and not self.problem and self.norm_before is None:
             self.norm_before = float(norm)
         return norm
 

@@ -71,7 +71,7 @@ if (matrix) {
   const sizes = new ResizeObserver(() => { one("#outside").hidden = box.scrollWidth <= box.clientWidth; });
   [box, matrix].forEach((node) => sizes.observe(node));
 }
-if (grid) {
+if (grid && one("a, button", grid)) {
   const links = (row) => all("a, button", row).filter((link) => !link.closest("[hidden]"));
   const stop = (cell) => { all("a, button", grid).forEach((link) => { link.tabIndex = -1; }); cell.tabIndex = 0; };
   grid.setAttribute("role", "grid");
