@@ -418,3 +418,28 @@ def test_a_model_that_returns_a_named_tuple_can_return_nan():
 def test_no_rank_waits_for_one_that_does_not_call_the_model():
     evidence = observe(skipping_alone(lambda: dist.get_rank() == 0), wanted=["not_finite"], timeout=20)
     assert [rank.moved for rank in evidence.not_finite or ()] == [(False,), ()]
+
+
+def test_a_loss_in_chunks_goes_back_to_the_output_first():
+    """A chunked cross-entropy or GradCache: the gradient of the output is that of backwards before."""
+
+    def rows(step):
+        return {"input": torch.linspace(-1.0, 1.0, 64).view(16, 4) + step}
+
+    def step(model, optimizer, batch):
+        total = 0.0
+        for rows in batch["input"].split(len(batch["input"]) // 2):
+            output = model(rows)
+            leaf = output.detach().requires_grad_()
+            for chunk in leaf.split(1, dim=1):
+                part = chunk.square().sum() / (len(batch["input"]) * leaf.shape[1])
+                part.backward()
+                total += part.detach()
+            output.backward(leaf.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    found = judged(step, ["grad_parity", "grad_accumulation_parity", "loss_parity"], max_grad_norm=0.01, batch=rows)
+    assert {id: verdict.status for id, verdict in found.items()} == dict.fromkeys(found, "passed"), found

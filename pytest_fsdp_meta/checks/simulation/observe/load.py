@@ -122,7 +122,8 @@ def observe_reference(
 def checkpointed_modules(model: Module) -> Iterator[str]:
     """Yield the modules that compute their forward again in backward: by transformers' flag, or torch's wrapper."""
     for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper":
+        kinds = {kind.__name__ for kind in type(module).__mro__}  # FSDP2 makes a class of each that it shards
+        if getattr(module, "gradient_checkpointing", False) is True or "CheckpointWrapper" in kinds:
             yield clean_name(name) or "the model"
 
 

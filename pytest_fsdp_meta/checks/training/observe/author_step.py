@@ -146,7 +146,7 @@ def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
             running.append(None)
             buffers.begin()
             if scale != 1.0:
-                tensors, grad_tensors = _scaled(tensors, grad_tensors, scale)
+                tensors, grad_tensors = _scaled(tensors, grad_tensors, scale, after_another=len(found) > 1)
         try:
             original(tensors, grad_tensors, *args, **kwargs)
         finally:
@@ -161,9 +161,19 @@ def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
         torch.autograd.backward = original
 
 
-def _scaled(tensors: Any, grad_tensors: Any, scale: float) -> tuple[list[Any], list[Any]]:
-    """Return the arguments of a backward whose gradients are ``scale`` times those of the given arguments."""
+def _scaled(tensors: Any, grad_tensors: Any, scale: float, after_another: bool) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a backward whose gradients are ``scale`` times those of the given arguments.
+
+    A given gradient that varies is taken for the result of an earlier backward, which was scaled: a loss in chunks
+    goes back to the model's output first, and from there to the parameters.
+    """
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
-    pairs = zip(roots, given, strict=True)
-    return roots, [torch.full_like(root, scale) if own is None else own * scale for root, own in pairs]
+    scaled = []
+    for root, own in zip(roots, given, strict=True):
+        if own is None:
+            scaled.append(torch.full_like(root, scale))
+        else:
+            continues = after_another and own.numel() > 1 and bool((own != own.flatten()[0]).any())
+            scaled.append(own if continues else own * scale)
+    return roots, scaled
