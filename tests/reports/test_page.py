@@ -80,6 +80,7 @@ class Reader(HTMLParser):
 EVERY: dict[str, Callable[[], Report]] = {
     "usual": report,
     "hostile": factory.hostile,
+    "hostile list": lambda: hostile_list(),
     "empty": lambda: replace(report(), loaders=()),
     "cut off": lambda: report(complete=False, exit_status=None),
 }
@@ -107,6 +108,18 @@ def test_the_policy_allows_only_the_scripts_of_the_page(page):
     allowed = [one in policy for one in hashes]
     assert allowed == [True, True, False, True]  # style, early script, data, late script
     assert not any(name.startswith("on") or name == "style" for _, attributes in page.elements for name in attributes)
+
+
+def hostile_list() -> Report:
+    """Return the report with as many loaders as are a list, and not a table."""
+    return replace(factory.hostile(), loaders=factory.hostile().loaders[:2])
+
+
+def test_hostile_names_in_a_list_are_text():
+    page = Reader(render(hostile_list()))
+    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
+    assert not any("onload" in attributes for _, attributes in page.elements)
+    assert "\u202e" not in page.text
 
 
 def test_hostile_names_are_shown_as_text():
