@@ -1,7 +1,7 @@
 """Write the tables of docs/released.md from the reports of ``make wild``.
 
 ``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
-docs/frameworks. The tables have what was judged, not what was expected: a finding that nobody knew is in them as well.
+docs/frameworks. The tables have what was judged, not what was expected: new findings are in them as well.
 What was found is added to the history, as is what ``make field`` finds.
 """
 

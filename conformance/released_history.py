@@ -42,7 +42,7 @@ def with_runs(history: Sequence[Judged], runs: Iterable[Judged]) -> list[Judged]
 
 
 def history_table(history: Sequence[Judged], links: Mapping[str, str]) -> str:
-    """Return a row for each check that ever found something in a system, of which ``links`` has the page."""
+    """Return a row for each check that ever found something in a system. ``links`` has the page of each."""
     lines = ["| check | found in | first seen | last judged | found then |", "| --- | --- | --- | --- | --- |"]
     last = {entry.system: entry for entry in history}
     first: dict[tuple[str, str], Judged] = {}

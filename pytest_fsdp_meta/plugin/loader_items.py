@@ -246,9 +246,10 @@ class LoaderItem(CheckItem, pytest.Function):
         if verdict.status == "error":
             # An observation that could not be taken is a problem of the loader: many checks may need it.
             of_loader = verdict.reason in (missing.summary for missing in run.evidence.unavailable.values())
-            subject, of_item = (self._test, self._test) if of_loader else (self.check, f"{self.check}: error")
+            subject = self._test if of_loader else self.check
+            headline = subject if of_loader else f"{subject}: error"
             line = FailureLine(subject, verdict.reason)
-            return replace(self._error_outcome(of_item, run, line, verdict.detail), verdict=verdict)
+            return replace(self._error_outcome(headline, run, line, verdict.detail), verdict=verdict)
         return outcome_of(verdict, run.evidence.world, self.rerun_command)
 
     def _error_outcome(self, subject: str, run: LoaderRun, line: FailureLine, detail: str) -> Outcome:

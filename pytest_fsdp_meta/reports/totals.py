@@ -67,11 +67,11 @@ NOTES = {
 """Kind of a note in ``LoaderRecord.notes`` -> the sentence about it."""
 MOST_PLACES = 20
 """Checks and loaders listed for one cause."""
-NEXT = ("reference", "batch", "loss", "optimizer", "train_step", "data", "scheduler", "save")
+FIELDS_TO_SUGGEST = ("reference", "batch", "loss", "optimizer", "train_step", "data", "scheduler", "save")
 """The fields of Subject that most loaders can declare, those worth most first."""
 MOST_NEXT = 3
 """Fields named as the next to declare."""
-TELLING = ("params_equal_reference", "loss_parity", "grad_parity", "resume_parity", "modules_train")
+CHECKS_NAMED_FIRST = ("params_equal_reference", "loss_parity", "grad_parity", "resume_parity", "modules_train")
 """Checks to name first of those that need a field; the others follow in the order of the catalogue."""
 MOST_CHECKS = 2
 """Checks named for each of them, and for one reason why checks are partly checked."""
@@ -215,7 +215,7 @@ def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
     lacking = [(loader, _undeclared(loader)) for loader in loaders]
     loader, fields = max(lacking, key=lambda pair: sum(map(len, pair[1].values())))
     if fields:
-        worth = [f"{name} ({first_of(fields[name], MOST_CHECKS)})" for name in NEXT if name in fields]
+        worth = [f"{name} ({first_of(fields[name], MOST_CHECKS)})" for name in FIELDS_TO_SUGGEST if name in fields]
         yield (
             f"to check more of {printable(loader.loader)}, declare in its Subject: {', '.join(worth[:MOST_NEXT])}",
             {},
@@ -223,13 +223,14 @@ def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
 
 
 def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
-    """Return field in ``NEXT`` -> the checks that lack it, ``TELLING`` ones first."""
+    """Return field -> the checks that lack it, for the fields to suggest."""
     fields: dict[str, list[str]] = {}
     for check in loader.checks:
         found = UNDECLARED.match(check.reason) if check.skip == "not declared" else None
-        if found and found[1] in NEXT:
+        if found and found[1] in FIELDS_TO_SUGGEST:
             fields.setdefault(found[1], []).append(check.check)
-    return {name: sorted(ids, key=lambda id: (*TELLING, id).index(id)) for name, ids in fields.items()}
+    ranks = {id: rank for rank, id in enumerate(CHECKS_NAMED_FIRST)}
+    return {name: sorted(ids, key=lambda id: ranks.get(id, len(ranks))) for name, ids in fields.items()}
 
 
 def _describe_partly_checked(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:

@@ -399,7 +399,7 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
     if again is None:
         return tuple(first)
     second = run_on(new_load(), author_data.resume_epoch, again, most, None, later)
-    return tuple(replace(rank, resumed_again=later.batches) for rank, later in zip(first, second, strict=True))
+    return tuple(replace(rank, resumed_again=once_more.batches) for rank, once_more in zip(first, second, strict=True))
 
 
 def _later(folder: str) -> str:

@@ -353,12 +353,12 @@ def in_two_epochs(*later: str, shuffled_by: str = "DistributedSampler", **facts:
 
 
 def test_a_shuffle_that_repeats_is_found():
-    again = [("data", (0, 1), "the order of the first epoch again in the second", "another order, as {} shuffles", "")]
     for by, moved, cause in [
         ("DistributedSampler", False, "the order is derived from a seed that stays the same"),
         ("Chunks", True, "set_epoch(1) was called before the second epoch, and did not reach what shuffles"),
     ]:
-        findings = [(*again[0][:3], again[0][3].format(by), "")]
+        actual, expected = "the order of the first epoch again in the second", f"another order, as {by} shuffles"
+        findings = [("data", (0, 1), actual, expected, "")]
         evidence = in_two_epochs("ABCD EFGH", "IJKL MNOP", shuffled_by=by, has_set_epoch=moved)
         assert_found(FOLLOW, evidence, findings, cause)
 

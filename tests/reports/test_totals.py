@@ -14,7 +14,13 @@ from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining, Wor
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import evenness_of, notes_on
-from pytest_fsdp_meta.reports.totals import ACTIVITIES, NEXT, TELLING, describe_totals, nothing_judged
+from pytest_fsdp_meta.reports.totals import (
+    ACTIVITIES,
+    CHECKS_NAMED_FIRST,
+    FIELDS_TO_SUGGEST,
+    describe_totals,
+    nothing_judged,
+)
 from tests.checks.evidence_factory import (
     PARAMETERS,
     change,
@@ -276,8 +282,8 @@ def test_the_checks_that_say_most_of_a_field_are_named_first() -> None:
 
 
 def test_the_fields_and_checks_to_name_exist() -> None:
-    assert set(NEXT) <= {field.name for field in fields(Subject)}
-    assert set(TELLING) <= set(IDS)
+    assert set(FIELDS_TO_SUGGEST) <= {field.name for field in fields(Subject)}
+    assert set(CHECKS_NAMED_FIRST) <= set(IDS)
 
 
 def test_why_checks_are_partly_checked_is_shown_on_request() -> None:

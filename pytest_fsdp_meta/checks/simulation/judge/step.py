@@ -25,9 +25,7 @@ from pytest_fsdp_meta.checks.simulation.judge.sharing import (
     sizes_to_compare,
 )
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
-from pytest_fsdp_meta.evidence import (
-    WorldFacts,
-)
+from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import scale_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
