@@ -301,6 +301,17 @@ class Once(Wrapped):
         return iter(self.loader)
 
 
+class BreaksLater(Once):
+    """Its second epoch begins, and ends in an error."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for number, batch in enumerate(self.loader):
+            if number and self.passes > 1:
+                raise KeyError("closed")
+            yield batch
+
+
 def batch_sampled() -> DataLoader[Any]:
     sampler = DistributedSampler(ROWS, dist.get_world_size(), dist.get_rank())
     return DataLoader(TensorDataset(ROWS), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
@@ -632,6 +643,7 @@ def refusing(model: nn.Module, optimizer: Any, folder: Path) -> None:
     ("declared", "failing", "reason"),
     [
         ({"data": raising}, {FOLLOW, RESUME}, "raised KeyError in Subject(data=...): 'tokens'"),
+        ({"data": BreaksLater}, {FOLLOW, RESUME}, "raised KeyError in Subject(data=...): 'closed'"),
         ({"data": lambda step: [ROWS]}, {FOLLOW, RESUME}, "in Subject(data=...), called as data()"),
         ({"data": WithoutState}, {RESUME}, "raised OSError in state_dict() of Subject(data=...): no state"),
         (
@@ -640,7 +652,7 @@ def refusing(model: nn.Module, optimizer: Any, folder: Path) -> None:
             "raised OSError in Subject(save=...): no space",
         ),
     ],
-    ids=["raises", "takes an argument", "a state that fails", "a save that fails"],
+    ids=["raises", "raises in the second epoch", "takes an argument", "a state that fails", "a save that fails"],
 )
 def test_what_raises_fails_only_the_checks_that_need_it(declared, failing, reason):
     found = judged(lambda fsdp: declared, FOLLOW, RESUME, LOSSES)

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,26 @@ def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
     """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ] = _begin_epoch(rank, subject)
-    first = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
+    after = _saved_after(subject, loader, folder)
+    first = _read_and_save(loader, _read(loader, MOST_BATCHES), MOST_BATCHES, folder, after)
     return first, not first.loader or (first.ended and bool(first.batches) and not isinstance(loader, Iterator))
 
 
 def read_later_epoch(folder: str | None) -> RankBatches:
     """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does.
 
-    There are none if the loader refuses to be read again.
+    There are none if the loader refuses to begin again.
     """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ]
     has_set_epoch = _begin_second_epoch(loader)
+    batches = _read(loader, MOST_BATCHES)
     try:
-        found = _read_and_save(rank, subject, loader, MOST_BATCHES, folder, _saved_after(subject, loader, folder))
+        begun = list(islice(batches, 1))
     except CallFailed:  # a loader for one epoch; the first one raised nothing
         return RankBatches(batch_slice(subject, rank), later=())
+    after = _saved_after(subject, loader, folder)
+    found = _read_and_save(loader, chain(begun, batches), MOST_BATCHES, folder, after)
     return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
 
 
@@ -95,7 +99,8 @@ def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> Rank
         state = torch.load(file, weights_only=False)
         with calling("load_state_dict() of Subject(data=...)"):
             loader.load_state_dict(state)
-    return _read_and_save(rank, subject, loader, most, again, SAVED_AFTER if again else 0)
+    after = SAVED_AFTER if again else 0
+    return _read_and_save(loader, _read(loader, most), most, again, after)
 
 
 def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
@@ -116,11 +121,12 @@ def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
 
 
 def _read_and_save(
-    rank: Rank, subject: Subject, loader: Iterable[Any], most: int, folder: str | None, after: int
+    loader: Iterable[Any], coming: Iterable[tuple[str, ...]], most: int, folder: str | None, after: int
 ) -> RankBatches:
-    """Read at most this many batches, and save in the folder ``after`` some of them, if that is not 0."""
+    """Read the batches that are ``coming``, at most this many, and save in the folder ``after`` some of them."""
+    rank, subject = current(), resharded_subject()
     batches = []
-    for batch in _read(loader, most):
+    for batch in coming:
         batches.append(batch)
         if folder and len(batches) == after:
             _save(rank, subject, loader, Path(folder))
