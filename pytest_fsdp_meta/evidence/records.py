@@ -162,6 +162,8 @@ class ReferenceFacts:
     """The parameters whose gradient is zero in the first step and not in a later one."""
     idle: tuple[str, ...] = ()
     """The parameters of modules that did not run in its first step, such as a vision tower that gets text only."""
+    autocast: tuple[str, ...] = ()
+    """As in ``RankTraining``."""
     used: tuple[str, ...] = ()
     """The other parameters, in the order in which the first forward reached the modules that own them."""
     rates: tuple[tuple[float, ...], ...] = ()
@@ -181,6 +183,12 @@ class ReferenceFacts:
     def complete(self) -> bool:
         """Whether it has every tensor of the model; a checkpoint lacks the non-persistent buffers."""
         return self.source == "callable"
+
+
+def autocast_on_ranks(runs: Sequence[RankTraining], reference: ReferenceFacts | None) -> tuple[str, ...]:
+    """Return the dtypes of ``torch.autocast`` in the ranks' training steps that the reference's steps lack."""
+    theirs = () if reference is None else reference.autocast
+    return tuple(sorted({dtype for run in runs for dtype in run.autocast if dtype not in theirs}))
 
 
 def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> dict[str, str]:

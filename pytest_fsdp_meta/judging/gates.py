@@ -8,7 +8,7 @@ from typing import cast
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining, autocast_on_ranks
 from pytest_fsdp_meta.judging.coordinates import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
@@ -210,13 +210,15 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
     Add as well why the noise of the reference is unknown, if it could not be measured; and ``more`` before both.
     """
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
-    computed = view.evidence.inventory[0].computes_in
+    policy = view.evidence.inventory[0].computes_in
+    autocast = autocast_on_ranks(view.evidence.training or (), view.evidence.reference)
+    computed, how = (policy, "the mixed-precision policy") if policy else (autocast, "torch.autocast")
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
     sharper = ""
     if own and set(computed) - own:
-        sharper = "; without the policy, this check sees smaller differences, and names their cause better"
+        sharper = f"; without {how}, this check sees smaller differences, and names their cause better"
         more += (
-            f"; the loader computes in {' and '.join(computed)} (mixed-precision policy), the reference in "
+            f"; the loader computes in {' and '.join(computed)} ({how.removeprefix('the ')}), the reference in "
             f"{' and '.join(sorted(own))}"
         )
     if problem:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -26,6 +28,25 @@ def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
             policies.append((module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype))
     return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
+
+
+@contextmanager
+def noting_autocast(device: torch.device) -> Iterator[set[str]]:
+    """Yield the dtypes of each ``torch.autocast`` for the device that is entered, in a forward or around it."""
+    found: set[str] = set()
+    enter = torch.autocast.__enter__
+
+    def noting(autocast: torch.autocast) -> Any:
+        entered = enter(autocast)
+        if torch.is_autocast_enabled(device.type):
+            found.update(_names(iter([torch.get_autocast_dtype(device.type)])))
+        return entered
+
+    torch.autocast.__enter__ = noting
+    try:
+        yield found
+    finally:
+        torch.autocast.__enter__ = enter
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -167,14 +167,22 @@ def test_the_tolerance_follows_the_dtype(dtype, apart, status):
     assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=apart)).status == status
 
 
-def test_the_loaders_compute_dtype_sets_the_tolerance_and_is_named():
-    evidence = replace(healthy(), inventory=tuple(replace(r, computes_in=("bfloat16",)) for r in healthy().inventory))
+def with_policy(evidence: Evidence) -> Evidence:
+    return replace(evidence, inventory=tuple(replace(r, computes_in=("bfloat16",)) for r in evidence.inventory))
+
+
+def with_autocast(evidence: Evidence) -> Evidence:
+    return replace(evidence, training=tuple(replace(run, autocast=("bfloat16",)) for run in evidence.training))
+
+
+@pytest.mark.parametrize(("lowered", "how"), [(with_policy, "mixed-precision policy"), (with_autocast, "autocast")])
+def test_the_loaders_compute_dtype_sets_the_tolerance_and_is_named(lowered, how):
+    evidence = lowered(healthy())
     assert verdict(PARITY, remeasured(evidence, MIDDLE, apart=0.1)).status == "passed"
     [finding] = verdict(PARITY, remeasured(evidence, MIDDLE, apart=2.0)).findings
-    assert finding.cause.endswith(
-        "; the loader computes in bfloat16 (mixed-precision policy), the reference in float32"
-    )
-    assert "without the policy, this check sees smaller differences" in finding.remedy
+    assert "; the loader computes in bfloat16 (" in finding.cause
+    assert finding.cause.endswith(f"{how}), the reference in float32")
+    assert f"{how}, this check sees smaller differences" in finding.remedy
 
 
 def test_a_gradient_that_is_only_rounding_is_not_compared():

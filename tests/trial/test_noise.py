@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from fixtures.forms_optimizers import StochasticallyRounding, own, rounded_by_chance
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.evidence import Evidence, Noise
+from pytest_fsdp_meta.evidence import Evidence, Noise, autocast_on_ranks
 from pytest_fsdp_meta.worlds import Rank
 from tests import trial_help
 
@@ -108,6 +108,33 @@ def test_a_lower_precision_passes_within_its_noise():
 def test_a_scaled_gradient_is_found_beyond_the_noise(precision, scale):
     found = judge(built_in()["grad_parity"], observe(precision, scale=scale), built_in())
     assert {(f.tensor, rank) for f in found.findings for rank in f.ranks} == {("2.weight", 0), ("2.weight", 1)}
+
+
+def in_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return squared(model, batch)
+
+
+def cast_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    loss = in_autocast(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_autocast_in_the_step_alone_is_a_lower_precision():
+    evidence = observe(SINGLE, train_step=cast_step)
+    assert autocast_on_ranks(evidence.training, evidence.reference) == ("bfloat16",)
+    assert statuses(evidence) == {"passed"}
+    wrong = judge(built_in()["grad_parity"], observe(SINGLE, scale=1.1, train_step=cast_step), built_in()).findings
+    assert {finding.tensor for finding in wrong} == {"2.weight"}
+
+
+def test_autocast_in_the_reference_as_well_is_measured_there():
+    evidence = observe(SINGLE, train_step=cast_step, loss=in_autocast)
+    assert autocast_on_ranks(evidence.training, evidence.reference) == ()
+    assert statuses(evidence) == {"passed"}
 
 
 @pytest.mark.nightly

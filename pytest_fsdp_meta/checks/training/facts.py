@@ -184,6 +184,8 @@ class RankTraining:
     """How many rows of the first batch it has; 0 if no tensor of the batch has rows."""
     loss_dtype: str = ""
     """The dtype in which the loss was returned."""
+    autocast: tuple[str, ...] = ()
+    """The dtypes of ``torch.autocast`` in the training steps."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
     backwards: tuple[int, ...] = ()

@@ -189,6 +189,7 @@ def _train_and_record(
         idle=first.idle or (),
         used=first.used,
         rates=tuple(run.rates),
+        autocast=run.autocast,
         memory=memory,
     )
 

@@ -30,6 +30,7 @@ from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
+from pytest_fsdp_meta.ranks.precision import noting_autocast
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -48,6 +49,8 @@ class TrainingRun:
     rates: list[tuple[float, ...]] = field(default_factory=list)
     """The learning rate of each parameter group."""
     backwards: list[int] = field(default_factory=list)
+    autocast: tuple[str, ...] = ()
+    """As in ``RankTraining``."""
 
 
 class StepObserver:
@@ -105,7 +108,7 @@ def train(
         train_model(model)
         if optimizer is not None:
             train_optimizer(optimizer)
-    with comparable_modes(model):
+    with comparable_modes(model), noting_autocast(device) as autocast:
         for number, step in enumerate(steps):
             doing(f"training step {number + 1} of {len(steps)}")
             batch = global_batch(subject, step)
@@ -126,6 +129,7 @@ def train(
             if updating is not None:
                 observer.take("update", number)
                 beside.after_step(subject)
+    run.autocast = tuple(sorted(autocast))
     if optimizer is not None and step_of is _author_step:
         optimizer.zero_grad(set_to_none=True)  # the author's step may do it first, and leave gradients behind
     return run

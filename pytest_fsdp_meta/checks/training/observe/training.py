@@ -116,6 +116,7 @@ def observe_training(
     return RankTraining(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
+        autocast=run.autocast,
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
