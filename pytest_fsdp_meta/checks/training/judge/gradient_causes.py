@@ -1,4 +1,4 @@
-"""Why a gradient is not the reference's: by the factor that it is off by, or by where it differs."""
+"""Why a gradient is not the reference's: by the module where the forward differs, by its factor, or by its place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_settings, find_place
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, either
@@ -17,6 +18,15 @@ SAME_NORM = 0.02
 """Relative: a norm that differs by less is that of the gradients before clipping."""
 SAME_SUM = 0.01
 """Absolute: a sum of rounded factors that differs by less from 1 is 1."""
+
+
+def explain_module(view: View) -> Explanation:
+    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does."""
+    traces = view.evidence.traces
+    place = find_place(traces) if traces and not traces[0].step else None
+    if place is None or place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
+        return {}  # with neither, it departs where there is a loss already
+    return explain_settings(traces) or add_precision(view, _OTHER_MODULE)
 
 
 def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
@@ -65,9 +75,10 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
             "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
         }
-    if "max_grad_norm" in view.evidence.subject.declared:
+    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
+    if bound is not None and (norm is None or norm > bound):
         return NOT_CLIPPED
-    if "train_step" in view.evidence.subject.declared:
+    if "train_step" in view.evidence.subject.declared and Fraction(factor) < 1:  # clipping enlarges nothing
         return _SCALED_BY_STEP
     return {
         "cause": _CONSTANT,
@@ -147,6 +158,15 @@ def explain_own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
     }
 
 
+_OTHER_MODULE = either(
+    "the first forward already differs where it is said to start, although the weights are equal: ",
+    "the module is another one, random or configured differently (attention, scale, activation, precision)",
+    "it computes from the rank's part what needs the whole (a mean or norm over a row), or the parts are not put "
+    "together correctly: a missing or doubled reduction, a bias added once per rank, a fused weight cut without regard "
+    "to its parts",
+    "compare the module's settings with the reference's, and its input and output layouts in the parallel plan; if the "
+    "loader uses another precision on purpose, set tolerance=...",
+)
 NOT_CLIPPED: Explanation = {
     "cause": "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms, or that "
     "of one rank's shards), or multiplies the loss or its gradients by a constant that the reference does not have",
@@ -184,12 +204,13 @@ _ON_SOME_RANKS: Explanation = {
 }
 BY_STEP = either(
     "",
-    "train_step leaves out rows, as a zero_grad() between its micro-batches does, or scales or clips otherwise than "
-    "one backward of the mean loss over the whole batch",
+    "train_step computes another loss than the reference's mean over the whole batch (other labels or another mask, or "
+    "rows that are left out, as by a zero_grad() between micro-batches), or it scales or clips the gradients otherwise",
     "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
     "of one rank's shards",
-    "reduce once, after the last micro-batch; divide by what the reference divides by (the tokens of all ranks); clip "
-    "once, after the reduction, by the norm of all ranks' gradients",
+    "compare labels and mask with those of Subject(loss=...); reduce once, after the last micro-batch; divide by what "
+    "the reference divides by (the tokens of all ranks); clip once, after the reduction, by the norm of all ranks' "
+    "gradients",
 )
 _SCALED_BY_STEP: Explanation = {
     "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "

@@ -17,6 +17,7 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     NOT_CLIPPED,
     explain_clipping,
     explain_factor,
+    explain_module,
     explain_other,
     explain_own_norms,
 )
@@ -86,8 +87,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
         elif before := [*_scaled_below_the_bound(view, runs)]:
             found = [*before, *(finding.explained_by(_BEFORE_CLIPPING) for finding in found)]
-        elif configured := explain_settings(view.evidence.traces, departing):
-            found = [finding.explained_by(configured) for finding in found]
+        elif module := explain_settings(view.evidence.traces, departing) or explain_module(view):
+            found = [finding.explained_by(module) for finding in found]
         elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
             found = [
                 finding.explained_by(_ENTERS_LATER) if finding.cause in _OF_WHOLE_STEPS else finding

@@ -10,10 +10,9 @@ from pytest_fsdp_meta.checks.tracing.judge import (
     AGREE,
     FORWARD,
     describe_origin,
-    explain_settings,
-    find_place,
     follow_step,
 )
+from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
 from pytest_fsdp_meta.judging.coordinates import sequence_places
@@ -209,8 +208,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
 
 def _explain_forward(view: View, by_step: bool) -> Explanation:
     """Explain a first loss by what was traced of its forward, if anything was."""
-    if _starts_in_a_module(view):
-        return explain_settings(view.evidence.traces) or add_precision(view, _OTHER_MODULE)
+    if explanation := explain_module(view):
+        return explanation
     if by_step and _forward_agrees(view):
         return _explain_other_loss(view)
     return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
@@ -221,15 +220,6 @@ def _forward_agrees(view: View) -> bool:
     traces = view.evidence.traces or ()
     states = [one.state for one in follow_step(traces)[0]] if traces and not traces[0].step else []
     return set(states) == {AGREE}
-
-
-def _starts_in_a_module(view: View) -> bool:
-    """Return whether the forward of the first step departs within the model, and so before there is a loss."""
-    traces = view.evidence.traces
-    place = find_place(traces) if traces and not traces[0].step else None
-    if place is None or place.phase != FORWARD:
-        return False
-    return bool(place.module or (place.before and place.before[1]))
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
@@ -282,15 +272,6 @@ def _explain_other_loss(view: View) -> Explanation:
     }
 
 
-_OTHER_MODULE = either(
-    "the first forward already differs where it is said to start, although the weights are equal: ",
-    "the module is another one, random or configured differently (attention, scale, activation, precision)",
-    "it computes from the rank's part what needs the whole (a mean or norm over a row), or the parts are not put "
-    "together correctly: a missing or doubled reduction, a bias added once per rank, a fused weight cut without regard "
-    "to its parts",
-    "compare the module's settings with the reference's, and its input and output layouts in the parallel plan; if the "
-    "loader uses another precision on purpose, set tolerance=...",
-)
 _STATE_BETWEEN_STEPS: Explanation = {
     "cause": "the first forward and its gradients are correct, later losses are not: something changes between the "
     "steps, such as a buffer or a cache that the forward updates on each rank separately",
