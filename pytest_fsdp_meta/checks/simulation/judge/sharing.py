@@ -32,6 +32,9 @@ SLACK = 1.25
 """Factor by which a rank may hold or send more than the growth of the world explains: padding and small tensors."""
 EXPLAINING = ("nothing_left_unsharded", "dtensor_placements", "shards_tile_the_tensor", "no_rank_is_empty_handed")
 """Checks that name the tensors because of which ranks hold too much."""
+_LONGER_DIM = (
+    "shard it on a longer dim: fully_shard(shard_placement_fn=lambda parameter: Shard(1)), or over fewer ranks"
+)
 NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=1024)"
 
 
@@ -42,7 +45,7 @@ NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=10
     why="A tensor whose dim is shorter than the number of ranks is shared by a few of them: these hold much more than "
     "the others and run out of memory, however many ranks there are.",
     cause="the tensor is sharded on a dim that is shorter than the number of ranks",
-    remedy="shard it on a longer dim: fully_shard(shard_placement_fn=lambda parameter: Shard(1)), or over fewer ranks",
+    remedy=_LONGER_DIM,
     references=["pytorch/pytorch#140069"],
     simulated="only",
 )
@@ -100,6 +103,21 @@ def _shares(tensor: TensorFacts) -> Iterator[tuple[int, int]]:
         if (dim := sharded_dim(placement)) is not None:
             by_dim[dim] = by_dim.get(dim, 1) * size
     yield from by_dim.items()
+
+
+def explain_padding(view: View, sent: int) -> Explanation:
+    """Explain traffic by dims that are shorter than the ranks, if they are padded to at least half of it; else {}."""
+    tensors = {t.identity: t for t in view.evidence.inventory[0].tensors if t.kind == "parameter" and t.placements}
+    padded = {name: _bytes(t) * _excess(t) for name, t in tensors.items() if _excess(t) > SLACK}
+    if not padded or sum(padded.values()) < sent / 2:
+        return {}
+    tensor = tensors[max(padded, key=lambda name: padded[name])]
+    dim, ranks = max(_shares(tensor), key=lambda share: _chunk_excess(tensor.shape[share[0]], share[1]))
+    return {
+        "cause": f"dim {dim} of {tensor.name} is {tensor.shape[dim]} long, and collectives pad it to a multiple of the "
+        f"{ranks} ranks",
+        "remedy": _LONGER_DIM,
+    }
 
 
 def _empty_chunks(length: int, ranks: int) -> int:
