@@ -195,7 +195,7 @@ def parameter(name: str, rows: int) -> TensorFacts:
 @pytest.mark.parametrize(("rows", "sent", "padded"), [(8, 1024, True), (8, 4096, False), (64, 1024, False)])
 def test_a_short_dim_that_is_padded_is_the_cause(rows, sent, padded):
     sizes = size(64, gathered(64, sent, "dp")), size(8, gathered(8, sent // 8, "dp"))
-    [finding] = judged(*sizes, tensors=(parameter("a", rows),)).findings
+    [finding] = judged(*sizes, tensors=(parameter("a", rows), parameter("w", 6400))).findings
     expected = "dim 0 of a is 8 long, and collectives pad it to a multiple of the 64 ranks"
     assert (finding.cause == expected) == padded
 
