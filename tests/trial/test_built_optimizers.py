@@ -18,7 +18,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer, settings_of
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial.test_trial import judged, observed, subject
-from tests.trial_help import batch, build, loss
+from tests.trial_help import batch, build, judge_all, loss, observe
 
 Making = Callable[[nn.Module, Rank], torch.optim.Optimizer]
 
@@ -60,6 +60,16 @@ def findings(make: Making) -> dict[str, list[str]]:
     verdicts = judged(with_built(make))
     wrong = {id: found for id, found in verdicts.items() if found.status in ("failed", "error")}
     return {id: [*dict.fromkeys(f"{f.actual}; {f.cause}" for f in found.findings)] for id, found in wrong.items()}
+
+
+def test_frozen_parameters_that_were_replaced_are_said_where_torch_has_no_name_for_them():
+    stale = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    checks = ["optimizer_state_round_trip"]
+    load = with_built(lambda model, fsdp: sgd([*model.parameters(), stale]))
+    found = judge_all(observe(load, checks), checks)["optimizer_state_round_trip"]
+    assert found.status == "error"
+    assert found.reason.startswith("Subject(optimizer=...): it holds 1 tensor that the model does not register, as")
 
 
 # Wrappers.

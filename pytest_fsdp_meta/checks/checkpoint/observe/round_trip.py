@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -53,7 +52,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import (
 )
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
-from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer
+from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer, optimizer_state
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.torch_private import without_step_hooks
 from pytest_fsdp_meta.ranks.watching import tensors_in
@@ -125,7 +124,7 @@ def save_all(folder: str) -> RankResumed:
     if subject.save is None:
         # torch steps an optimizer without state once, by zero gradients, before it saves or loads it; do so here, so
         # that the description has that state as well.
-        get_optimizer_state_dict(subject.model, parts_of_optimizer(optimizer))
+        optimizer_state(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
     with observing_save(subject, rank, generators), watching_eval(optimizer) as training:
@@ -269,7 +268,7 @@ def _torch_states(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         with _stepping_silently(optimizer):
-            states["optimizer"] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
+            states["optimizer"] = optimizer_state(model, optimizer)
     return states
 
 
