@@ -211,7 +211,9 @@ def test_a_function_that_the_reference_could_not_use_is_named():
     evidence = replace(evidence, reference=replace(evidence.reference, clip_problem="raised OSError there: no mesh"))
     why = "; the reference clips with torch's function, because yours raised OSError there: no mesh"
     assert [f.cause.endswith(why) for f in verdict(CLIP, evidence).findings] == [True]
-    assert [f.cause.endswith(why) for f in verdict(NORM, on_runs(evidence, None, norm=2.0)).findings] == [True]
+    [wrong] = verdict(NORM, on_runs(evidence, None, norm=2.0)).findings
+    # Smaller worlds choose between the causes.
+    assert all(cause.endswith(why) for cause in (wrong.cause, wrong.cause_alone, wrong.cause_sharded))
 
 
 # Clipping to a bound above the norm.

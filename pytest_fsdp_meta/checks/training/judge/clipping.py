@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, reduced_by_the_optimizer
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
@@ -134,14 +135,13 @@ def _other_norms(runs: Sequence[RankTraining], expected: float, limit: float) ->
 
 
 def _with_problem(view: View, explanation: Explanation) -> Explanation:
-    """Add to a cause and a remedy why the reference could not use the author's function, if so."""
-    if not view.reference.clip_problem:
+    """Add to the causes and the remedy why the reference could not use the author's function, if so."""
+    if not (problem := view.reference.clip_problem):
         return explanation
-    return {
-        "cause": f"{explanation['cause']}; the reference clips with torch's function, because yours "
-        f"{view.reference.clip_problem}",
-        "remedy": f"{explanation['remedy']}; if it clips by another norm or by groups, let it run on one device too",
-    }
+    more = f"; the reference clips with torch's function, because yours {problem}"
+    remedy = "; if it clips by another norm or by groups, let it run on one device too"
+    added = {key: f"{text}{remedy if key == 'remedy' else more}" for key, text in explanation.items()}
+    return cast(Explanation, added)
 
 
 _WRONG_NORM: dict[bool, Explanation] = {
