@@ -291,3 +291,29 @@ def test_what_a_step_leaves_in_evaluation_shows_in_the_next(change, left):
     change(model)
     assert first.fallen()
     assert first.left(watched(model)) == left
+
+
+def validating(every: int) -> Any:
+    """Return a step that evaluates at the end of each ``every``-th call, and calls train() nowhere."""
+    calls = 0
+
+    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        found = plain_step(model, optimizer, batch)
+        if calls % every == 0:
+            model.eval()
+            with torch.no_grad():
+                model(batch["input"])
+        return found
+
+    return step
+
+
+@pytest.mark.parametrize(("every", "left"), [(1, ("",)), (2, ("",)), (1000, ())])
+def test_an_evaluation_in_some_steps_shows_in_the_training(every, left):
+    evidence = observed(["modules_train"], partial(load, train_step=validating(every)))
+    assert {run.left for run in evidence.training} == {left}
+    found = judged(evidence, "modules_train")
+    expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")] if left else []
+    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == expected

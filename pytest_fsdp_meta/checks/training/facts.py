@@ -186,6 +186,8 @@ class RankTraining:
     """The dtype in which the loss was returned."""
     autocast: tuple[str, ...] = ()
     """The dtypes of ``torch.autocast`` in the training steps."""
+    left: tuple[str, ...] = ()
+    """As in ``RankTrainingMode``, of the first of the author's steps and a later one."""
     batches: tuple[str, ...] = ()
     """A hash of the global batch of each step."""
     backwards: tuple[int, ...] = ()

@@ -98,7 +98,9 @@ def modules_train(view: View) -> Iterable[Finding]:
     evaluating = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
     for name, ranks in ranks_by(evaluating).items():
         yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
-    left = [(rank, name) for rank, step in enumerate(steps) for name in step.left]
+    trained = [run.left for run in view.evidence.training or ()] or [()] * len(steps)
+    left_in = [dict.fromkeys((*step.left, *own)) for step, own in zip(steps, trained, strict=True)]
+    left = [(rank, name) for rank, names in enumerate(left_in) for name in names]
     for name, ranks in ranks_by(left).items():
         yield Finding(name or None, ranks, _LEFT, "in train()", **_NEVER_BACK)
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]

@@ -34,6 +34,7 @@ from pytest_fsdp_meta.checks.training.observe.gradients import (
     gradients_of,
     without_gradient,
 )
+from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch
 from pytest_fsdp_meta.checks.training.observe.movement import (
     compare_beside,
     copy_beside,
@@ -117,6 +118,7 @@ def observe_training(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
         autocast=run.autocast,
+        left=seen.left_in_eval(),
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
@@ -181,6 +183,8 @@ class _RankSteps(StepObserver):
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsWithoutDropout(subject.model, rank.device)
         self.buffers = BufferWatch(subject.model)
+        self._modes: list[ModeWatch] = []
+        """Of the author's steps."""
         self._steps = steps
         self._rank = rank
         self.before = copy_shards(subject.model)
@@ -202,7 +206,8 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def during_forwards(self) -> Iterator[None]:
-        with self.weights.next_step(), self.buffers.during():
+        self._modes.append(ModeWatch(self._model))
+        with self._modes[-1].watching(), self.weights.next_step(), self.buffers.during():
             yield
 
     def after_backward(self, step: int) -> None:
@@ -224,6 +229,11 @@ class _RankSteps(StepObserver):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
+
+    def left_in_eval(self) -> tuple[str, ...]:
+        """Return what ``RankTraining.left`` describes."""
+        first, later = self._modes[:1], self._modes[1:]
+        return next(filter(None, (before.left(after) for before in first for after in later)), ())
 
     def trained_buffers(self) -> TrainedBuffers:
         return TrainedBuffers(
