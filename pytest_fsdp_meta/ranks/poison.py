@@ -13,8 +13,11 @@ import torch
 
 from pytest_fsdp_meta.worlds.rank.reset import forget_default_device
 
-NOTICES = r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled"
-"""Torch's warnings about operations without a deterministic algorithm; the observers switched that mode on."""
+NOTICES = (
+    r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled|"
+    r"Using `torch\.compile\(module\)` when there are global hooks"
+)
+"""Torch's warnings about what the observers do: the deterministic mode, and hooks on the modules of a compiled model."""
 
 
 @dataclass

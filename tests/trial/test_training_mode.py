@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -317,3 +318,14 @@ def test_an_evaluation_in_some_steps_shows_in_the_training(every, left):
     found = judged(evidence, "modules_train")
     expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")] if left else []
     assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == expected
+
+
+def test_torch_does_not_warn_of_the_hooks_of_observers():
+    def compiled(fsdp: Rank) -> Subject:
+        found = load(fsdp, train_step=plain_step)
+        found.model = torch.compile(found.model, backend="eager")
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert judged(observed(["modules_train"], compiled), "modules_train").status == "passed"
