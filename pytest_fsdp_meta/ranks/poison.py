@@ -17,7 +17,7 @@ NOTICES = (
     r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled|"
     r"Using `torch\.compile\(module\)` when there are global hooks"
 )
-"""Torch's warnings about what the observers do: the deterministic mode, and hooks on the modules of a compiled model."""
+"""Torch's warnings about what the observers do: deterministic mode, and hooks on the modules of a compiled model."""
 
 
 @dataclass

@@ -225,3 +225,15 @@ def test_an_optimizer_that_chooses_its_own_learning_rate():
 
     found = judged(None, ["update_parity"], optimizer=without_rate)["update_parity"]
     assert found.status == "passed", found.reason
+
+
+class OfViews(OfOwnShards):
+    def __init__(self, model):
+        self.own = {name: local(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_an_average_that_is_the_parameters_themselves():
+    found = judged(plain_step, ("beside_parity",), beside={"ema": OfViews})["beside_parity"]
+    expected = [(f"ema.{name}", "is a parameter of the model itself") for name in build().state_dict()]
+    assert [(finding.tensor, finding.actual) for finding in found.findings] == expected
+    assert found.findings[0].remedy == "copy each parameter: parameter.detach().clone()"

@@ -235,6 +235,8 @@ class RankTraining:
     """What the author keeps beside the model, after the last step; the measures are of how far each tensor moved."""
     beside_alone: tuple[str, ...] = ()
     """The tensors beside the model that have no counterpart in what the reference keeps."""
+    beside_aliases: tuple[str, ...] = ()
+    """The tensors beside the model that are parameters which train, or views of them."""
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
     the parameters that they are named after."""

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
 
@@ -40,6 +40,9 @@ def beside_parity(view: View) -> Iterable[Finding]:
             cases.setdefault(comparison.name, []).append((rank, comparison))
     if "beside" not in view.evidence.subject.declared:
         raise NotDeclared("beside")
+    aliases = [(rank, name) for rank, run in enumerate(runs) for name in run.beside_aliases]
+    for name, ranks in ranks_by(aliases).items():
+        yield Finding(name, ranks, "is a parameter of the model itself", "a copy of it", **_ALIASES)
     alone = list(dict.fromkeys(name for run in runs for name in run.beside_alone))
     if not cases and alone:
         raise NotJudged(f"{first_of(alone)}: {_NO_COUNTERPART}")
@@ -184,6 +187,11 @@ def _scaled(noise: TensorNoise, measure: Measure, update: Measure) -> TensorNois
     return TensorNoise(noise.distance * measure.truth / update.truth, noise.factor)
 
 
+_ALIASES: Explanation = {
+    "cause": "it is a view of the parameter, such as detach() or .data, so the optimizer's step changes it as well, "
+    "and averaging it with the parameter changes nothing",
+    "remedy": "copy each parameter: parameter.detach().clone()",
+}
 _ON_SOME_RANKS: Explanation = {
     "cause": "some ranks build no object, or its state_dict() is empty there",
     "remedy": "build and save it on every rank, each with its own shards",

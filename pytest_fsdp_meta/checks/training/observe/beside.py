@@ -141,6 +141,12 @@ class Beside:
         """Return the entries that are not DTensors: torch's checkpoint has one rank's value of each."""
         return tuple(name for name, value in self.entries() if not isinstance(value, DTensor))
 
+    def aliases(self, model: Module) -> tuple[str, ...]:
+        """Return the entries that are parameters which train, or views of them, and no copies."""
+        trained = {_address(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        tensors = ((name, value) for name, value in self.entries() if isinstance(value, Tensor))
+        return tuple(name for name, value in tensors if local_part(value).numel() and _address(value) in trained)
+
     def rounded(self, model: Module) -> dict[str, str]:
         """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
 
@@ -156,6 +162,10 @@ class Beside:
                 rounded = local_part(value).to(dtype).to(value.dtype)
                 found[name] = fingerprint(rounded).replace(str(tuple(rounded.shape)), str(tuple(value.shape)), 1)
         return found
+
+
+def _address(tensor: Tensor) -> int:
+    return int(local_part(tensor).untyped_storage().data_ptr())
 
 
 def _where(name: str) -> str:

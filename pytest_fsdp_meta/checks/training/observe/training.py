@@ -145,6 +145,7 @@ def observe_training(
         rates=tuple(run.rates),
         beside=averages,
         beside_alone=alone,
+        beside_aliases=beside.aliases(subject.model),
         followed=followed,
         drawing=seen.draws.modules,
         dropouts=dropouts,
