@@ -279,7 +279,7 @@ def test_arrow_keys_move_within_the_matrix(opened):
 @pytest.mark.parametrize("name", ["alone", "usual"])
 def test_the_checks_of_few_loaders_are_a_list_inside_the_screen(opened, name, width):
     page = opened(name, width=width)
-    names = page.locator(".list th[scope=row]").all()
+    names = page.locator(".list ul li").all()
     assert [one.inner_text().split()[-1] for one in names] == [one.check for one in factory.CATALOGUE]
     assert shown(page, ".list .family") == list(dict.fromkeys(one.family for one in factory.CATALOGUE))
     outside = """[...document.querySelectorAll('.list *:not(.vh)')].filter((one) =>
@@ -291,18 +291,43 @@ def test_the_checks_of_few_loaders_are_a_list_inside_the_screen(opened, name, wi
 
 def test_a_list_of_several_loaders_has_a_mark_for_each(opened):
     page = opened()
-    assert shown(page, ".list thead th") == ["test_broken", "test_llama"]
-    marks = page.locator(".list tr", has_text="loss_parity").locator(".cell").all()
+    assert shown(page, ".list .heads li") == ["1 test_broken", "2 test_llama"]
+    families = dict.fromkeys(one.family for one in factory.CATALOGUE)
+    assert [text.split() for text in shown(page, ".list .title")] == [["1", "2", *one.split()] for one in families]
+    marks = page.locator(".list li", has_text="loss_parity").locator(".cell").all()
     assert [one.get_attribute("aria-label") for one in marks] == [
         "test_broken, loss_parity: failed",
         "test_llama, loss_parity: passed",
     ]
     page.locator("#cause-1 .in-table").click()
     assert focused(page, "id") == "cell-1-no_uninitialized_memory"
+    for number, head in enumerate(shown(page, ".list .members:first-of-type .head")):
+        place = "document.querySelectorAll('.list .members:first-of-type {}')[{}].getBoundingClientRect().left"
+        assert head == str(number + 1)
+        assert page.evaluate(place.format(".head", number)) == page.evaluate(place.format(".cell", number))
 
 
 def test_arrow_keys_move_within_a_list(opened):
     page = opened("alone")
+def test_screen_readers_get_the_list_as_a_list(opened):
+    family, (first, second) = factory.CATALOGUE[0].family, [one.check for one in factory.CATALOGUE[:2]]
+    members = opened("alone").locator("#matrix .members").first.aria_snapshot()
+    assert members.splitlines()[:6] == [
+        f'- heading "{family}" [level=3]',
+        "- list:",
+        "  - listitem:",
+        f"""    - 'link "{first}: passed"':""",
+        f'      - /url: "#loader-1-{first}"',
+        f"      - text: ✓ {first}",
+    ]
+    page = opened()
+    loaders = page.locator("#matrix .heads").aria_snapshot()
+    assert loaders.startswith('- list "Loaders, in the order of their marks":\n  - listitem:\n    - text: "1"\n')
+    assert page.locator("#matrix").get_by_role("listitem").count() == 2 + len(factory.CATALOGUE)
+    assert page.locator("#matrix").get_by_role("link", name=f"test_llama, {second}: passed").count() == 1
+    assert opened("table").get_by_role("grid").get_by_role("gridcell").count() > len(factory.CATALOGUE)
+
+
     assert page.locator("#matrix a[tabindex='0']").count() == 1
     page.locator("#matrix a[tabindex='0']").focus()
     assert focused(page, "hash") == "#loader-1-same_manifest_on_every_rank"

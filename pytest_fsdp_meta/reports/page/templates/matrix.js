@@ -74,11 +74,11 @@ if (matrix) {
 if (grid && one("a, button", grid)) {
   const links = (row) => all("a, button", row).filter((link) => !link.closest("[hidden]"));
   const stop = (cell) => { all("a, button", grid).forEach((link) => { link.tabIndex = -1; }); cell.tabIndex = 0; };
-  grid.setAttribute("role", "grid");
-  stop(one("tbody :is(.s-failed, .s-error, .s-crashed)", grid)?.closest("a") ?? one("a", grid));
+  matrix?.setAttribute("role", "grid");
+  stop(one(":is(.s-failed, .s-error, .s-crashed)", grid)?.closest("a") ?? one("a", grid));
   grid.addEventListener("keydown", (event) => {
     const moves = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -1e6], End: [0, 1e6] };
-    const move = moves[event.key], lines = all("tr", grid).filter((row) => !row.hidden).map(links).filter((row) => row.length);
+    const move = moves[event.key], lines = all("tr, li", grid).filter((row) => !row.hidden).map(links).filter((row) => row.length);
     const row = lines.findIndex((those) => those.includes(event.target));
     if (!move || row < 0) return;
     event.preventDefault();
