@@ -23,15 +23,20 @@ function restoreState() {
   restoreFilters(parts);
   filter();
   goTo(parts.get("at"));
+// Show on what was pressed, and announce to screen readers, what became of a copy.
+function showCopied(pressed, text, announcement) {
+  const before = pressed.dataset.text ??= pressed.textContent;
+  pressed.textContent = text;
+  one("#said").textContent = announcement;
+  setTimeout(() => { pressed.textContent = before; one("#said").textContent = ""; }, 2000);
+}
 }
 async function copyLink(link) {
-  try { await navigator.clipboard.writeText(location.href); link.textContent = "link copied"; }
-  catch { link.textContent = "link is in the address bar"; }
-  if (form) one("#shown").textContent = `The ${link.textContent}`;
+  try { await navigator.clipboard.writeText(location.href); showCopied(link, "link copied", "The link is copied."); }
+  catch { showCopied(link, "link is in the address bar", "The link is in the address bar."); }
 }
 async function copyCommand(pressed) {
   const command = pressed.previousElementSibling;
-  try { await navigator.clipboard.writeText(command.textContent); pressed.textContent = "copied"; }
-  catch { getSelection().selectAllChildren(command); pressed.textContent = "selected"; }
-  setTimeout(() => { pressed.textContent = "copy"; }, 2000);
+  try { await navigator.clipboard.writeText(command.textContent); showCopied(pressed, "copied", "The command is copied."); }
+  catch { getSelection().selectAllChildren(command); showCopied(pressed, "selected", "The command is selected."); }
 }
