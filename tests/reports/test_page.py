@@ -157,6 +157,9 @@ def test_each_cell_shows_its_history():
     page = render(factory.nights())
     assert "The last 14 runs, oldest first: 2 passed, 2 failed, 3 passed, 1 failed, 5 passed, 1 failed" in page
     assert f"loss_parity: failed{broken.note}" in page
+    text = Reader(page).text
+    assert "last 14 runs: 9 passed, 5 failed broken since 2026-11-10" in text
+    assert "last 14 runs: 10 passed, 4 failed flaky" not in text, "the numbers of a flaky check are in its note"
     assert page.count('class="strip"') == 4, "in the article and the table of the two that changed"
     plain = render(report())
     assert 'id="history"' not in plain

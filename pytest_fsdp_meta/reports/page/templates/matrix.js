@@ -1,5 +1,6 @@
 // The matrix: rows without failures are built when they are first shown. Like a list, it is one Tab stop with arrow keys.
 const rows = all("table.matrix tr[data-row]");
+const FEW_COLUMNS = 6; // these may be as wide as the name of their family
 const fold = one("#matrix .fold");
 const families = matrix ? [...matrix.tHead.rows[0].cells].slice(1).map((head) => [head, head.colSpan]) : [];
 const heads = matrix ? [...matrix.tHead.rows[1].cells].slice(1) : [];
@@ -50,6 +51,7 @@ function showRows(now, here, isShown) {
 }
 function showColumns(visible) {
   const shown = Math.max(1, visible.filter(Boolean).length);
+  matrix.classList.toggle("few", shown <= FEW_COLUMNS);
   matrix.tHead.hidden = !visible.some(Boolean);
   let column = 0;
   const first = visible.map(() => false);
