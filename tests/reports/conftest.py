@@ -65,9 +65,19 @@ def alone() -> Report:
     return report(one)
 
 
+def failed() -> Report:
+    """Return a run of one loader with three findings, and so few tensors that its page has no filters."""
+    checks = {}
+    for one in ("params_equal_reference", "nothing_left_unsharded", "loss_parity"):
+        checks[one] = check(one, "failed", [finding("a.weight", cause=f"cause of {one}", remedy="fix it")])
+    checks["batches_resume"] = check("batches_resume", "not declared", reason="Subject(data=...) is not declared")
+    return report(factory.loader(checks=checks, tensors=[]))
+
+
 PAGES: dict[str, Callable[[], Report]] = {
     "usual": report,
     "alone": alone,
+    "failed": failed,
     "table": lambda: with_others(factory.broken_loader()),
     "hostile": factory.hostile,
     "empty": lambda: replace(report(), loaders=()),

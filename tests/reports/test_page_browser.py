@@ -66,6 +66,8 @@ def test_no_page_is_wider_than_the_screen(opened, name, width):
         ("usual", "dark"),
         ("alone", "light"),
         ("alone", "dark"),
+        ("failed", "light"),
+        ("failed", "dark"),
         ("table", "light"),
         ("compared", "dark"),
         ("nights", "light"),
@@ -299,16 +301,14 @@ def test_a_list_of_several_loaders_has_a_mark_for_each(opened):
         "test_broken, loss_parity: failed",
         "test_llama, loss_parity: passed",
     ]
-    page.locator("#cause-1 .in-table").click()
-    assert focused(page, "id") == "cell-1-no_uninitialized_memory"
     for number, head in enumerate(shown(page, ".list .members:first-of-type .head")):
         place = "document.querySelectorAll('.list .members:first-of-type {}')[{}].getBoundingClientRect().left"
         assert head == str(number + 1)
         assert page.evaluate(place.format(".head", number)) == page.evaluate(place.format(".cell", number))
+    page.locator("#cause-1 .in-table").click()
+    assert focused(page, "id") == "cell-1-no_uninitialized_memory"
 
 
-def test_arrow_keys_move_within_a_list(opened):
-    page = opened("alone")
 def test_screen_readers_get_the_list_as_a_list(opened):
     family, (first, second) = factory.CATALOGUE[0].family, [one.check for one in factory.CATALOGUE[:2]]
     members = opened("alone").locator("#matrix .members").first.aria_snapshot()
@@ -328,6 +328,8 @@ def test_screen_readers_get_the_list_as_a_list(opened):
     assert opened("table").get_by_role("grid").get_by_role("gridcell").count() > len(factory.CATALOGUE)
 
 
+def test_arrow_keys_move_within_a_list(opened):
+    page = opened("alone")
     assert page.locator("#matrix a[tabindex='0']").count() == 1
     page.locator("#matrix a[tabindex='0']").focus()
     assert focused(page, "hash") == "#loader-1-same_manifest_on_every_rank"
@@ -365,16 +367,32 @@ def test_a_page_that_passed_begins_with_what_could_be_checked_in_addition(opened
         "batches_follow_the_mesh",
         "batches_resume",
     ]
-    assert opened().locator("#unchecked").count() == 0, "what broke comes first"
 
 
-def test_findings_are_shown_once_until_they_are_opened(opened):
-    page = opened()
-    assert page.locator("main").inner_text().count("never written (poison value NaN)") == 1
-    page.locator("#cause-1 .chips a").first.click()
-    assert focused(page, "id") == "loader-1-no_uninitialized_memory"
-    assert "never written (poison value NaN)" in shown(page, "#loader-1-no_uninitialized_memory")[0]
-    assert page.locator(".result .full[open]").count() == 1
+def test_the_page_of_a_failing_loader_has_its_findings_open_and_then_what_could_be_checked_in_addition(opened):
+    page = opened("failed")
+    assert page.locator("main > section").first.get_attribute("id") == "broke"
+    assert page.locator("main > section").last.get_attribute("id") == "unchecked"
+    assert shown(page, ".groups dt") == ["? Subject(data=...) is not declared"]
+    names = shown(page, ".result h3 code")
+    assert len(names) == 3
+    assert shown(page, ".result .lines li") == ["a.weight, ranks 0-3 wrong, but should be right"] * 3
+    assert shown(page, ".result .why dd") == [text for name in names for text in (f"cause of {name}", "fix it")]
+    assert shown(page, ".result .command") == [f"python -m pytest '{factory.LLAMA}[{name}]'" for name in names]
+
+
+def test_a_copied_link_or_command_is_announced(opened):
+    page = opened("failed", permissions=["clipboard-read", "clipboard-write"])
+    assert page.locator("#filters").count() == 0
+    link = page.locator(".result .link").first
+    link.click()
+    until(page, "document.querySelector('#said').textContent === 'The link is copied.'")
+    assert link.inner_text() == "link copied"
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+    page.locator("#cause-1 .copy").click()
+    until(page, "document.querySelector('#said').textContent === 'The command is copied.'")
+    assert page.get_by_role("status").count() == 1
+    until(page, "document.querySelector('.result .link').textContent === 'link'")
 
 
 @pytest.mark.parametrize("width", [390, 1400])

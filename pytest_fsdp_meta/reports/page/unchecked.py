@@ -1,4 +1,4 @@
-"""What a run without failures did not check: what the models hide, fields that are not declared, partly checked."""
+"""What a run did not check: what the models hide, fields that are not declared, partly checked."""
 
 from __future__ import annotations
 

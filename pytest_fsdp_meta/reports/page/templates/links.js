@@ -3,7 +3,6 @@ function reveal(target) {
   if (form && target.closest("[hidden]")) { form.reset(); filter(); }
   if (form?.elements.only && target.closest("[hidden]")) { form.elements.only.checked = false; filter(); }
   for (let parent = target.parentElement; parent; parent = parent.parentElement) if (parent.matches("details")) parent.open = true;
-  all(":scope > .full", target).forEach((details) => { details.open = true; });
   if (target.matches(".loader")) one(".whole", target).open = true;
   all(".at").forEach((node) => node.classList.remove("at"));
   target.classList.add("at");
@@ -23,13 +22,13 @@ function restoreState() {
   restoreFilters(parts);
   filter();
   goTo(parts.get("at"));
+}
 // Show on what was pressed, and announce to screen readers, what became of a copy.
 function showCopied(pressed, text, announcement) {
   const before = pressed.dataset.text ??= pressed.textContent;
   pressed.textContent = text;
   one("#said").textContent = announcement;
   setTimeout(() => { pressed.textContent = before; one("#said").textContent = ""; }, 2000);
-}
 }
 async function copyLink(link) {
   try { await navigator.clipboard.writeText(location.href); showCopied(link, "link copied", "The link is copied."); }
