@@ -68,7 +68,7 @@ def alone() -> Report:
 def failed() -> Report:
     """Return a run of one loader with three findings, and so few tensors that its page has no filters."""
     checks = {}
-    for one in ("params_equal_reference", "nothing_left_unsharded", "loss_parity"):
+    for one in ("no_uninitialized_memory", "unsharded_modules_are_not_gathered", "loss_parity"):
         checks[one] = check(one, "failed", [finding("a.weight", cause=f"cause of {one}", remedy="fix it")])
     checks["batches_resume"] = check("batches_resume", "not declared", reason="Subject(data=...) is not declared")
     return report(factory.loader(checks=checks, tensors=[]))
@@ -79,6 +79,7 @@ PAGES: dict[str, Callable[[], Report]] = {
     "alone": alone,
     "failed": failed,
     "table": lambda: with_others(factory.broken_loader()),
+    "narrow": lambda: with_others(*failed().loaders),
     "hostile": factory.hostile,
     "empty": lambda: replace(report(), loaders=()),
     "cut": lambda: report(complete=False, exit_status=None),

@@ -395,6 +395,29 @@ def test_a_copied_link_or_command_is_announced(opened):
     until(page, "document.querySelector('.result .link').textContent === 'link'")
 
 
+def test_a_phone_shows_names_of_checks_in_one_line(opened):
+    page = opened("failed", width=390)
+    lines = """[...document.querySelectorAll('.result h3 code')].map((one) =>
+        Math.round(one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)))"""
+    assert page.evaluate(lines) == [1, 1, 1]
+
+
+def test_a_phone_shows_collectives_and_times_without_scrolling(opened):
+    page = opened(width=390)
+    page.locator(".time > summary").first.click()
+    scrolling = """[...document.querySelectorAll('.traffic .pair > div > .scroller, .time .scroller')].filter((one) =>
+        one.checkVisibility()).map((one) => one.scrollWidth > one.clientWidth)"""
+    assert set(page.evaluate(scrolling)) == {False}
+
+
+def test_a_narrow_table_shows_the_names_of_families_whole(opened):
+    inside = """[...document.querySelectorAll('#matrix .family:not([hidden]) span')].map((one) => {
+        const range = document.createRange();
+        range.selectNodeContents(one);
+        return range.getBoundingClientRect().right <= one.parentElement.getBoundingClientRect().right; })"""
+    assert opened("narrow", fragment="#rows=failures").evaluate(inside) == [True] * 3
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_a_table_scrolls_inside_its_box_and_says_so(opened, width):
     page = opened("table", width=width)
