@@ -22,7 +22,7 @@ from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, loss_chart
-from pytest_fsdp_meta.reports.page.checks import MOST_LINES, group_by_cause
+from pytest_fsdp_meta.reports.page.checks import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
@@ -267,20 +267,6 @@ def test_findings_by_cause():
         ((), (0, 1, 2, 3)),
     ]
     assert first.lines[0].details == (("layers.0.weight", "here"),)
-
-
-def test_many_different_findings_of_a_cause_are_folded():
-    def page(times: int) -> Reader:
-        found = [finding(f"layer{index}", actual=f"off by {index}", cause="a") for index in range(times)]
-        return Reader(render(report(loader(checks={"grad_parity": check("grad_parity", "failed", found)}, tensors=[]))))
-
-    def folded(reader: Reader) -> int:
-        return sum(attributes.get("class") == "more full" for _, attributes in reader.elements)
-
-    assert folded(page(MOST_LINES)) == 0
-    assert folded(page(MOST_LINES + 2)) == 1
-    assert f"off by {MOST_LINES - 1}, but should be right 2 more" in page(MOST_LINES + 2).text
-    assert f"off by {MOST_LINES + 1}, but" in page(MOST_LINES + 2).text
 
 
 def test_where_it_starts_is_said_once_for_a_check():

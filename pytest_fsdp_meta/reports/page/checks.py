@@ -24,8 +24,6 @@ from pytest_fsdp_meta.reports.schema import ABSENT, FAILED, CheckRecord, Finding
 from pytest_fsdp_meta.reports.terminal import by_cause, group_similar, origins
 from pytest_fsdp_meta.text import first_of, fold_names
 
-MOST_LINES = 8
-"""Lines of one cause that are not folded."""
 MOST_DETAILS = 500
 """Tensors of one line whose details are listed; report.json has them all."""
 STEP, BAR, HEIGHT = 8, 6, 16

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, descr
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, describe_loss
-from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS, MOST_LINES
+from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
@@ -137,7 +137,6 @@ def _environment() -> Environment:
         "TIMELINE_WIDTH": TIMELINE_WIDTH,
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "MOST_DETAILS": MOST_DETAILS,
-        "MOST_LINES": MOST_LINES,
         "MOST_DETAILED": MOST_DETAILED,
         "MOST_UNCHECKED": MOST_UNCHECKED,
         "MOST_OPEN": MOST_OPEN,

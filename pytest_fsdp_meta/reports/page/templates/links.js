@@ -3,6 +3,7 @@ function reveal(target) {
   if (form && target.closest("[hidden]")) { form.reset(); filter(); }
   if (form?.elements.only && target.closest("[hidden]")) { form.elements.only.checked = false; filter(); }
   for (let parent = target.parentElement; parent; parent = parent.parentElement) if (parent.matches("details")) parent.open = true;
+  all(":scope > .full", target).forEach((details) => { details.open = true; });
   if (target.matches(".loader")) one(".whole", target).open = true;
   all(".at").forEach((node) => node.classList.remove("at"));
   target.classList.add("at");
