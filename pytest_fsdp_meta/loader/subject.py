@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
+from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.validation import (
     LOSS_OVER_RANKS,
     SIGNATURES,
@@ -19,7 +20,7 @@ from pytest_fsdp_meta.loader.validation import (
     check_fields,
     parse_placements,
 )
-from pytest_fsdp_meta.text import counted
+from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,7 +227,11 @@ class Subject:
     Megatron-FSDP need none; return None for them.
     """
 
-    def __new__(cls, *_: Any, **fields: Any) -> Subject:
+    def __new__(cls, *given: Any, **fields: Any) -> Subject:
+        if len(given) > 1:
+            raise Misuse("Subject takes only the model by position; name the other fields: reference=..., ...")
+        if fields and not given and "model" not in fields:  # without any fields, copy.copy() makes a subject
+            raise SubjectError("model", f"missing; give the loaded model: Subject(model, {next(iter(fields))}=...)")
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
@@ -265,7 +270,8 @@ class Subject:
         for group in self.tied:
             for name in group:
                 if name not in parameters:
-                    matcher.report("tied", name, f"is not a parameter of the model{_nearest(name, parameters)}")
+                    hint = describe_nearest(name, parameters, "parameter")
+                    matcher.report("tied", name, f"is not a parameter of the model{hint}")
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient, matcher),
             tied=tuple(tuple(group) for group in self.tied),
@@ -332,7 +338,7 @@ class _Matcher:
         found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not found:
             noun = "parameter" if field in ("placements", "unsharded") else "tensor"
-            self.report(field, pattern, f"matches no {noun} of the model{_nearest(pattern, names, noun)}")
+            self.report(field, pattern, f"matches no {noun} of the model{describe_nearest(pattern, names, noun)}")
         return found
 
     def match_all(self, field: str, patterns: str | Iterable[str], names: Sequence[str]) -> list[str]:
@@ -343,26 +349,6 @@ class _Matcher:
         if not self._lenient:
             raise error
         self.unmatched[f"{field} {pattern}"] = str(error)
-
-
-def _nearest(name: str, names: Sequence[str], noun: str = "parameter") -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4) or _nearest_in_part(name, names)
-    return f"; the nearest is {near[0]!r}" if near else f"; it has {counted(len(names), noun)}"
-
-
-def _nearest_in_part(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the name with the part that is most like the longest text between the pattern's wildcards, if any is."""
-    literals = re.split(r"[*?]|\[[^]]*\]", pattern)
-    if len(literals) == 1:
-        return []
-    literal = max((text.strip(".") for text in literals), key=len)
-    size = literal.count(".") + 1
-    by_part: dict[str, str] = {}
-    for name in names:
-        parts = name.split(".")
-        for start in range(len(parts) - size + 1):
-            by_part.setdefault(".".join(parts[start : start + size]), name)
-    return [by_part[part] for part in difflib.get_close_matches(literal, by_part, n=1, cutoff=0.4)]
 
 
 def _rename(name: str, pattern: str, template: str) -> str:

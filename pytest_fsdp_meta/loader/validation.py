@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pytest_fsdp_meta.text import first_of
 from pytest_fsdp_meta.worlds import Misuse
 
 LOSS_OVER_RANKS = ("mean", "sum", "same")
@@ -79,7 +80,26 @@ def yields_batches(value: object) -> bool:
 
 
 def shorten(value: object) -> str:
-    return "None" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+    """Describe a value by its type and what fits on a line: the shape of a tensor, not its elements."""
+    kind = type(value).__name__
+    if _has_shape(value):
+        return f"{kind} of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
+    if isinstance(value, Mapping) and any(map(_has_shape, value.values())):
+        parts = [f"{key!r} ({shorten(part)})" if _has_shape(part) else repr(key) for key, part in value.items()]
+        return f"{kind} of {first_of(parts, 2)}"
+    if isinstance(value, (list, tuple)) and any(map(_has_shape, value)):
+        return f"{kind} of {first_of([shorten(part) for part in value], 2)}"
+    return "None" if value is None else f"{kind} {str(value)[:60]!r}"
+
+
+def _has_shape(value: object) -> bool:
+    return isinstance(getattr(value, "shape", None), tuple)
+
+
+class _Shown(str):
+    """The description of a part, in place of its repr."""
+
+    __repr__ = str.__str__
 
 
 def _torch(name: str) -> Any:
@@ -90,6 +110,14 @@ def _torch(name: str) -> Any:
 
 def _is_path(value: object) -> bool:
     return isinstance(value, (str, os.PathLike))
+
+
+def _path(value: Any) -> list[str]:
+    return [os.fspath(value)] if _is_path(value) else []
+
+
+def _has_weights(path: str) -> bool:
+    return any(Path(path).glob("*.safetensors"))
 
 
 def _is_callable(value: object) -> bool:
@@ -159,11 +187,13 @@ RULES: tuple[Rule, ...] = (
         lambda one: not isinstance(one, _torch("nn.Module")),
         "pass a function that builds the model, not the model: {field}=lambda: build_the_model()",
     ),
-    (
-        SOURCES,
-        lambda one: [os.fspath(one)] if _is_path(one) else [],
-        lambda path: any(Path(path).glob("*.safetensors")),
-        "{part!r} is not a directory that holds *.safetensors files",
+    *(
+        (SOURCES, _path, holds, problem)
+        for holds, problem in (
+            (os.path.exists, "{part!r} does not exist; give a directory that holds *.safetensors files"),
+            (os.path.isdir, "{part!r} is a file; give a directory that holds *.safetensors files"),
+            (_has_weights, "{part!r} is not a directory that holds *.safetensors files"),
+        )
     ),
     (
         SOURCES,
@@ -291,7 +321,8 @@ def check_fields(subject: Any) -> None:
         for field in fields.split():
             for part in parts(getattr(subject, field)):
                 if not holds(part):
-                    raise SubjectError(field, problem.format(field=field, part=part, value=shorten(part)))
+                    shown = _Shown(shorten(part)) if _has_shape(part) else part
+                    raise SubjectError(field, problem.format(field=field, part=shown, value=shorten(part)))
     for name, other in (("save", "resume"), ("resume", "save")):
         if getattr(subject, name) is not None and getattr(subject, other) is None:
             raise SubjectError(name, f"set without {other}; set both or neither")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
+from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.worlds import WorldError
 
@@ -108,8 +108,7 @@ def unknown_attribute(
         return ""
     where = "the model or the reference" if reference and reference.complete else "the model"
     carried = sorted({name for source in sources for name in source.custom_attributes})
-    near = difflib.get_close_matches(unknown[0], carried, n=1)
-    hint = f"; the nearest is {near[0]!r}" if near else ""
+    hint = describe_nearest(unknown[0], carried, "custom attribute")
     return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from pytest_fsdp_meta.evidence import combine_subjects
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import parse_placements, short_placement
+from pytest_fsdp_meta.worlds import Misuse
 
 PARAMETERS = ["embed.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "layers.1.norm.weight"]
 BUFFERS = ["rotary.inv_freq"]
+OTHERS = "it has 5 parameters, such as 'layers.0.q.weight', 'layers.0.norm.weight', 'embed.weight'"
 
 
 def subject(**fields) -> Subject:
@@ -62,11 +65,35 @@ def test_declared_fields_are_recorded(tmp_path):
             {"reference": nn.Linear(2, 2)},
             "reference=...): pass a function that builds the model, not the model: reference=lambda: build_the_model()",
         ),
-        ({"reference": "/nowhere"}, "reference=...): '/nowhere' is not a directory that holds *.safetensors files"),
-        ({"verifier": Path("/nowhere")}, "verifier=...): '/nowhere' is not a directory that holds *.safetensors files"),
+        (
+            {"reference": "/nowhere"},
+            "reference=...): '/nowhere' does not exist; give a directory that holds *.safetensors files",
+        ),
+        (
+            {"verifier": Path(__file__)},
+            f"verifier=...): {__file__!r} is a file; give a directory that holds *.safetensors files",
+        ),
         (
             {"batch": {"x": 1}},
             "batch=...): dict \"{'x': 1}\" is not callable; give a function batch(step) -> dict of tensors",
+        ),
+        (
+            {"batch": {"x": torch.ones(4, 8), "y": 1}},
+            "batch=...): dict of 'x' (Tensor of shape (4, 8)), 'y' is not callable; give a function batch(step) -> "
+            "dict of tensors",
+        ),
+        (
+            {"batch": [torch.ones(4, 8), torch.ones(4)]},
+            "batch=...): list of Tensor of shape (4, 8), Tensor of shape (4,) is not callable; give a function "
+            "batch(step) -> dict of tensors",
+        ),
+        (
+            {"unsharded": [nn.Parameter(torch.ones(2, 2))]},
+            "unsharded=...): Parameter of shape (2, 2) should be a name or a pattern such as 'layers.*.weight'",
+        ),
+        (
+            {"tied": [(torch.ones(2), torch.ones(2))]},
+            "tied=...): Tensor of shape (2,) should be a name or a pattern such as 'layers.*.weight'",
         ),
         (
             {"loss": "mse"},
@@ -212,6 +239,20 @@ def test_an_unknown_field_is_an_error():
         Subject(nn.Linear(1, 1), xyzzy=None)
 
 
+def test_the_model_is_required_and_every_other_field_is_named():
+    with pytest.raises(SubjectError) as caught:
+        Subject(reference=lambda: nn.Linear(1, 1))
+    assert str(caught.value) == "Subject(model=...): missing; give the loaded model: Subject(model, reference=...)"
+    with pytest.raises(Misuse) as caught:
+        Subject(nn.Linear(1, 1), lambda: nn.Linear(1, 1))
+    assert str(caught.value) == "Subject takes only the model by position; name the other fields: reference=..., ..."
+
+
+def test_a_subject_can_be_copied():
+    original = subject(frozen="weight")
+    assert copy.copy(original).frozen == original.frozen
+
+
 def test_a_model_must_be_a_module():
     with pytest.raises(SubjectError) as caught:
         Subject({"weight": 1})
@@ -249,7 +290,7 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
         (
             "unsharded",
             "layers.2.q.weight",
-            "'layers.2.q.weight' matches no parameter of the model; the nearest is 'layers.1.q.weight'",
+            "'layers.2.q.weight' matches no parameter of the model; the nearest is 'layers.0.q.weight'",
         ),
         (
             "offloaded",
@@ -257,16 +298,26 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
             "'rotary.invfreq' matches no tensor of the model; the nearest is 'rotary.inv_freq'",
         ),
         ("drawn", "embd.*", "'embd.*' matches no tensor of the model; the nearest is 'embed.weight'"),
-        ("unsharded", "rotary.inv_freq", "'rotary.inv_freq' matches no parameter of the model; it has 5 parameters"),
+        ("unsharded", "rotary.inv_freq", f"'rotary.inv_freq' matches no parameter of the model; {OTHERS}"),
         ("unsharded", "nrm.*", "'nrm.*' matches no parameter of the model; the nearest is 'layers.0.norm.weight'"),
-        ("unsharded", "*.1.qq.*", "'*.1.qq.*' matches no parameter of the model; the nearest is 'layers.1.q.weight'"),
-        ("frozen", "zzz*", "'zzz*' matches no tensor of the model; it has 6 tensors"),
-        ("frozen", "EMBED.WEIGHT", "'EMBED.WEIGHT' matches no tensor of the model; it has 6 tensors"),
+        ("unsharded", "*.1.qq.*", "'*.1.qq.*' matches no parameter of the model; the nearest is 'layers.0.q.weight'"),
+        (
+            "frozen",
+            "*.router.weight",
+            "'*.router.weight' matches no tensor of the model; it has 6 tensors, such as 'embed.weight', "
+            "'layers.0.q.weight', 'layers.0.norm.weight'",
+        ),
+        ("frozen", "q.weight", "'q.weight' matches no tensor of the model; the nearest is 'layers.0.q.weight'"),
+        (
+            "frozen",
+            "model.embed.weight",
+            "'model.embed.weight' matches no tensor of the model; the nearest is 'embed.weight'",
+        ),
         ("placements", "embd.*", "'embd.*' matches no parameter of the model; the nearest is 'embed.weight'"),
         (
             "tied",
             "layers.0.k.weight",
-            "'layers.0.k.weight' is not a parameter of the model; the nearest is 'layers.0.q.weight'",
+            f"'layers.0.k.weight' is not a parameter of the model; {OTHERS}",
         ),
     ],
 )
@@ -447,7 +498,7 @@ def test_a_pattern_that_matches_on_no_rank_is_reported():
     declared = subject(on_some_ranks=["layers.*", "experts.*"])
     both = combine_subjects([declared.resolve([f"layers.{rank}.q.weight"], []) for rank in range(2)], (), ())
     assert list(both.unmatched.values()) == [
-        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'layers.0.q.weight'"
+        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; it has 1 tensor: 'layers.0.q.weight'"
     ]
 
 

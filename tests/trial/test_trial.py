@@ -432,7 +432,9 @@ def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, wher
 def test_an_unknown_attribute_without_a_similar_name():
     with pytest.raises(LoaderFailed) as caught:
         observed(keeping_attribute("zzz", mark=True))
-    assert caught.value.summary == "Subject(kept_attributes=...): no tensor of the model has 'zzz'"
+    assert caught.value.summary == (
+        "Subject(kept_attributes=...): no tensor of the model has 'zzz'; it has 1 custom attribute: '_whole'"
+    )
 
 
 ROWS = (*ONE_LOAD, *MORE_LOADS)

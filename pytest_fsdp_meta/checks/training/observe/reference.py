@@ -6,7 +6,6 @@ recorded. Tensors that differ between the two builds cannot serve as a reference
 
 from __future__ import annotations
 
-import difflib
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
 from pytest_fsdp_meta.checks.values.observe import own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
+from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.assembly import put_together
@@ -120,8 +120,7 @@ def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
     known = Record(path).names()
     for name, source in names.items():
         if source not in known:
-            near = difflib.get_close_matches(source, known, n=1, cutoff=0.4)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
+            hint = describe_nearest(source, known, "tensor")
             return str(SubjectError("frozen", f"the verifier has no tensor {source!r} (for {name!r}){hint}"))
     return ""
 
