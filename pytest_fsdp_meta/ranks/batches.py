@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stages
 from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.poison import NOTICES
@@ -134,14 +135,14 @@ def _arrange(
 
 
 @contextmanager
-def calling(where: str, call: str = "") -> Iterator[None]:
+def calling(where: str, call: str = "", takes: str = "") -> Iterator[None]:
     """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
 
-    Errors of a function that expects other arguments, or that cannot use a None, also have the ``call``, such as
-    "save(model, None, folder)".
+    Errors of a function that cannot use its arguments also have the ``call``, such as "save(model, None, folder)". A
+    function that cannot be called so is an error in one line, which has ``takes``, if that is given, as the call.
     """
     try:
-        with forward_warnings(NOTICES):
+        with forward_warnings(NOTICES), requiring_parameters(where, takes or call):
             yield
     except (Misuse, CallFailed):
         raise
@@ -150,6 +151,21 @@ def calling(where: str, call: str = "") -> Iterator[None]:
         raise CallFailed(f"{where}, called as {call}" if shown else where) from error
     except CheckpointException as error:
         raise CallFailed(where) from _first_failure(error)
+
+
+@contextmanager
+def requiring_parameters(where: str, call: str) -> Iterator[None]:
+    """Raise Misuse if the author's function cannot be called with these arguments, which ``call`` shows."""
+    try:
+        yield
+    except TypeError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        caller = frame.f_globals.get("__name__", "")
+        # The functions of pytest_fsdp_meta.transformers are called as an author's own.
+        is_refused = caller.startswith("pytest_fsdp_meta.") and not caller.startswith("pytest_fsdp_meta.transformers")
+        if call and is_refused:
+            raise Misuse(f"{where}: give a function that can be called as {call}; {error}") from None
+        raise
 
 
 @contextmanager
@@ -195,12 +211,10 @@ def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
     """Return the whole batch of a step, the same on every rank."""
     assert subject.batch is not None
     torch.manual_seed(SEED + step)  # a batch that is drawn at random must be the same on every rank
-    with calling(f"Subject(batch=...), batch({step})"):
+    with calling(f"Subject(batch=...), batch({step})", takes="batch(step)"):
         batch = subject.batch(step)
     if not hasattr(batch, "items"):
-        raise SubjectError(
-            "batch", f"batch({step}) returned {type(batch).__name__}, but should return a dict of tensors"
-        )
+        raise SubjectError("batch", f"batch({step}) returned {shorten(batch)}, but should return a dict of tensors")
     return dict(batch.items())
 
 
@@ -263,8 +277,8 @@ def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
                 "declare loss=lambda model, batch: ...",
             )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SubjectError("loss", f"it returned {shown}, but should return a scalar tensor")
+        hint = "; reduce it with .mean() or .sum()" if isinstance(loss, Tensor) else ""
+        raise SubjectError("loss", f"it returned {shorten(loss)}, but should return a scalar tensor{hint}")
     if loss.is_meta or not loss.is_floating_point():
         kind = "on the meta device" if loss.is_meta else f"of {str(loss.dtype).removeprefix('torch.')}"
         raise SubjectError("loss", f"it returned a tensor {kind}, but should return a real number of a floating dtype")

@@ -160,6 +160,10 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
         @only
         def test_list(fsdp): return [load(fsdp).model]
         @only
+        def test_pair(fsdp):
+            model = load(fsdp).model
+            return model, torch.optim.AdamW(model.parameters())
+        @only
         def test_coroutine(fsdp):
             async def later(): ...
             return later()
@@ -193,7 +197,8 @@ def test_a_loader_that_returns_no_subject(project: Project) -> None:
     remedy = "return plain data, such as a path or a config, and build the rest on the ranks"
     summaries = {
         "none": f"the loader returned None, {loader}; is a return statement missing?",
-        "list": f"the loader returned list, {loader}",
+        "list": f"the loader returned list, {loader}; return Subject(model)",
+        "pair": f"the loader returned tuple, {loader}; return Subject(model, optimizer=optimizer)",
         "coroutine": f"the loader returned coroutine, {loader}; a loader must be a plain function, not a "
         "coroutine or generator function",
         "raises": "rank 1 raised KeyError: 'boom'",

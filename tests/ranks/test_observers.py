@@ -23,7 +23,7 @@ from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import take_inventory, tensor_facts
 from pytest_fsdp_meta.ranks.optimizers import optimizer_facts, pack_optimizer
 from pytest_fsdp_meta.ranks.reference_record import Record, write_record
-from pytest_fsdp_meta.worlds import CallFailed, current
+from pytest_fsdp_meta.worlds import CallFailed, Misuse, current
 from tests.world_help import world_of
 
 NAN, INF = float("nan"), float("inf")
@@ -303,7 +303,7 @@ def errors_of_losses():
     losses = [
         (on_meta, lambda model, rows: model(torch.ones(1, 2)).sum()),
         (nn.Linear(2, 2), lambda model, rows: model(torch.ones(1, 3)).sum()),
-        (nn.Linear(2, 2), lambda model: None),
+        (nn.Linear(2, 2), lambda model, rows: rows.x),
     ]
     found = []
     for model, loss in losses:
@@ -319,7 +319,7 @@ def test_an_error_of_fsdp_is_not_one_of_the_loss():
             [
                 ("the model's forward", "RuntimeError"),
                 ("Subject(loss=...)", "RuntimeError"),
-                ("Subject(loss=...), called as loss(model, batch)", "TypeError"),
+                ("Subject(loss=...), called as loss(model, batch)", "AttributeError"),
             ]
         ]
 
@@ -367,7 +367,6 @@ def missing(batch):
 @pytest.mark.parametrize(
     ("loss", "call"),
     [
-        (lambda batch: 1, ", called as loss(model, batch)"),
         (lambda batch, model: batch.keys(), ", called as loss(model, batch)"),
         (lambda model, batch: model(), ""),  # a TypeError in torch, about another call
         (lambda model, batch: missing(batch), ""),
@@ -377,6 +376,15 @@ def test_an_error_about_the_arguments_says_how_the_function_is_called(loss, call
     with pytest.raises(CallFailed) as raised:
         loss_of(Subject(nn.Linear(2, 2), loss=loss), {})
     assert raised.value.where == f"Subject(loss=...){call}"
+
+
+def test_a_function_that_takes_other_arguments_is_an_error_in_one_line():
+    with pytest.raises(Misuse) as raised:
+        loss_of(Subject(nn.Linear(2, 2), loss=lambda batch: 1), {})
+    assert str(raised.value).startswith(
+        "Subject(loss=...): give a function that can be called as loss(model, batch); test_a_function_that_takes_"
+    )
+    assert str(raised.value).endswith("<lambda>() takes 1 positional argument but 2 were given")
 
 
 def names_of(model, optimizer, folder):
@@ -401,11 +409,15 @@ def test_arguments_go_to_the_parameters_of_their_names(save):
     assert call_field("save", save, "the model", "the optimizer", "the folder") == "the model the optimizer the folder"
 
 
+@pytest.mark.parametrize("save", [lambda model, folder: 1, lambda model, scheduler, *rest: 1])
+def test_a_refused_call_is_shown_as_it_was_made(save):
+    with pytest.raises(Misuse, match=r"called as save\(model, None, folder, scheduler=scheduler\); .*<lambda>"):
+        call_field("save", save, 1, None, 3, scheduler=4)
+
+
 @pytest.mark.parametrize(
     ("save", "call"),
     [
-        (lambda model, folder: 1, "model, None, folder, scheduler=scheduler"),
-        (lambda model, scheduler, *rest: 1, "model, None, folder, scheduler=scheduler"),
         (lambda model, optimizer, folder, scheduler: optimizer.step(), "model, None, folder, scheduler=scheduler"),
         (
             lambda folder, scheduler, model, opt: opt.step(),

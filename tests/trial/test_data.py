@@ -644,7 +644,11 @@ def refusing(model: nn.Module, optimizer: Any, folder: Path) -> None:
     [
         ({"data": raising}, {FOLLOW, RESUME}, "raised KeyError in Subject(data=...): 'tokens'"),
         ({"data": BreaksLater}, {FOLLOW, RESUME}, "raised KeyError in Subject(data=...): 'closed'"),
-        ({"data": lambda step: [ROWS]}, {FOLLOW, RESUME}, "in Subject(data=...), called as data()"),
+        (
+            {"data": lambda step: [ROWS]},
+            {FOLLOW, RESUME},
+            "Subject(data=...): give a function that can be called as data(); <lambda>()",
+        ),
         ({"data": WithoutState}, {RESUME}, "raised OSError in state_dict() of Subject(data=...): no state"),
         (
             {"data": lambda: Counting(dist.get_rank(), dist.get_world_size()), "save": refusing, "resume": refusing},

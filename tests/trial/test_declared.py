@@ -82,11 +82,15 @@ def loses(loss, batch=ROWS):
 
 
 REAL = "but should return a real number of a floating dtype"
+SCALAR = "but should return a scalar tensor"
 BAD_LOSSES = {
     "complex": (lambda m, b: m(b["x"]).mean() * 1j, f"it returned a tensor of complex64, {REAL}"),
     "meta": (lambda m, b: m(b["x"]).mean().to("meta"), f"it returned a tensor on the meta device, {REAL}"),
-    "several": (lambda m, b: m(b["x"]), "it returned (4, 2), but should return a scalar tensor"),
-    "a number": (lambda m, b: m(b["x"]).mean().item(), "it returned float, but should return a scalar tensor"),
+    "several": (
+        lambda m, b: m(b["x"]),
+        f"it returned Tensor of shape (4, 2), {SCALAR}; reduce it with .mean() or .sum()",
+    ),
+    "a number": (lambda m, b: -0.5, f"it returned float '-0.5', {SCALAR}"),
 }
 
 

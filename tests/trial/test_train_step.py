@@ -197,7 +197,10 @@ def raises(model, optimizer, batch):
         (forgets, "it never stepped the optimizer in step 0, but should step it once; call step() of the optimizer"),
         (steps_twice, "it stepped the optimizer 2 times in step 0, but should step it once; one call gets the rows"),
         (returns_nothing, "it returned NoneType, but should return the loss, a number"),
-        (returns_a_row, "it returned (3,), but should return the loss, a number"),
+        (
+            returns_a_row,
+            "it returned Tensor of shape (3,), but should return the loss, a number; reduce it with .mean() or .sum()",
+        ),
         (is_awaited, "it returned a coroutine and has not run; make it a plain function, without async or yield"),
         (yields, "it returned a generator and has not run; make it a plain function, without async or yield"),
         (returns_a_complex_number, "it returned a tensor of complex numbers, but should return the loss, a number"),

@@ -180,18 +180,23 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         ({"batch": wrong_batch}, "the reference raised KeyError in Subject(batch=...), batch(0): 0"),
         (
             {"optimizer": lambda: 1},
-            "the reference raised TypeError in Subject(optimizer=...), called as optimizer(parameters): <lambda>() "
-            "takes 0 positional arguments but 1 was given",
+            "Subject(optimizer=...): give a function that can be called as optimizer(parameters); <lambda>() takes 0 "
+            "positional arguments but 1 was given",
+        ),
+        (
+            {"batch": lambda: None},
+            "Subject(batch=...), batch(0): give a function that can be called as batch(step); <lambda>() takes 0 "
+            "positional arguments but 1 was given",
         ),
         (
             {"loss": lambda model: 1},
-            "the reference raised TypeError in Subject(loss=...), called as loss(model, batch): <lambda>() takes 1 "
+            "Subject(loss=...): give a function that can be called as loss(model, batch); <lambda>() takes 1 "
             "positional argument but 2 were given",
         ),
         (
             {"clip_grad_norm": lambda parameters: 1},
-            "ranks 0, 1 raised TypeError in Subject(clip_grad_norm=...), called as clip_grad_norm(parameters, "
-            "max_norm): <lambda>() takes 1 positional argument but 2 were given",
+            "Subject(clip_grad_norm=...): give a function that can be called as clip_grad_norm(parameters, max_norm); "
+            "<lambda>() takes 1 positional argument but 2 were given",
         ),
         (
             {"clip_grad_norm": lambda model, bound: model.parameters()},
@@ -208,7 +213,7 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             "loss=lambda model, batch: ...",
         ),
     ],
-    ids=["batch", "optimizer", "loss", "clip", "clip of a model", "detached", "no loss"],
+    ids=["batch", "optimizer", "batch without step", "loss", "clip", "clip of a model", "detached", "no loss"],
 )
 def test_errors_in_declared_functions_name_the_field(declared, reason):
     def loader(fsdp):

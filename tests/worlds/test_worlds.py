@@ -273,6 +273,15 @@ def test_the_repr_of_a_rank_is_short(pair: World) -> None:
     assert Rank(0, 0, 1, None).state == {}  # type: ignore[arg-type]
 
 
+def test_an_attribute_that_a_rank_lacks_is_named_with_the_nearest() -> None:
+    rank = Rank(0, 0, 1, None)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"^fsdp has no attribute 'msh'; did you mean 'mesh'\?$"):
+        rank.msh  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^fsdp has no attribute 'zzz'; it has rank, local_rank, world_size, "):
+        rank.zzz  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(rank, "__deepcopy__")
+
+
 def test_closing_ends_ranks_and_removes_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     world = world_of(2)

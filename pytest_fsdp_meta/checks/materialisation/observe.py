@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import Recorder
@@ -225,8 +227,19 @@ def _as_subject(returned: object) -> Subject:
         hint = "; a loader must be a plain function, not a coroutine or generator function"
     elif returned is None:
         hint = "; is a return statement missing?"
+    elif isinstance(returned, (tuple, list, dict)):
+        hint = _as_fields(returned.values() if isinstance(returned, dict) else returned)
     kind = "None" if returned is None else type(returned).__name__
     raise Misuse(f"the loader returned {kind}, but should return the loaded model or a Subject{hint}")
+
+
+def _as_fields(parts: Collection[object]) -> str:
+    """Return a hint how to return these parts in a Subject; "" if none of them is the model."""
+    if not any(isinstance(part, Module) for part in parts):
+        return ""
+    kinds = {"optimizer": Optimizer, "scheduler": LRScheduler}
+    fields = [f"{field}={field}" for field, kind in kinds.items() if any(isinstance(part, kind) for part in parts)]
+    return f"; return Subject({', '.join(['model', *fields])})"
 
 
 def _require_judgeable(model: Module) -> None:

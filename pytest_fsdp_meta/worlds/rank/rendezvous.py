@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import random
 import socket
@@ -10,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
@@ -46,6 +47,14 @@ class Rank:
     """Implementations of operators, which torch uses as long as it is referenced."""
     _store: object = field(default=None, repr=False)
     """On rank 0: serves as long as it is referenced, because the loader's own process group meets there."""
+
+    if not TYPE_CHECKING:  # else every name would exist for type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            known = [one for one in (*self.__dataclass_fields__, *vars(Rank)) if not one.startswith("_")]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise AttributeError(f"fsdp has no attribute {name!r}; {hint}")
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.batches import call_field
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import handed_over
@@ -80,7 +81,8 @@ def run_author_step(
             hint = _HINTS[bool(times)]
             raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
     if problem := _describe_no_loss(loss):
-        raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number")
+        hint = "; reduce it with .mean() or .sum()" if isinstance(loss, Tensor) and loss.numel() > 1 else ""
+        raise SubjectError("train_step", f"it returned {problem}, but should return the loss, a number{hint}")
     return AuthorStep(loss if isinstance(loss, Tensor) else float(loss), len(backwards), rates[0])
 
 
@@ -111,7 +113,7 @@ def _describe_no_loss(loss: object) -> str:
     if isinstance(loss, Tensor):
         if loss.is_meta or loss.is_complex():
             return f"a tensor {'on meta' if loss.is_meta else 'of complex numbers'}"
-        return "" if loss.numel() == 1 else str(tuple(loss.shape))
+        return "" if loss.numel() == 1 else shorten(loss)
     if not isinstance(loss, Real):
         return type(loss).__name__
     try:

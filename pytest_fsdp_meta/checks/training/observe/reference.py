@@ -23,6 +23,7 @@ from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.assembly import put_together
+from pytest_fsdp_meta.ranks.batches import requiring_parameters
 from pytest_fsdp_meta.ranks.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.ranks.optimizers import Rebuilding
 from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
@@ -129,7 +130,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
     doing(f"building the {field}")
     build = pickle.loads(recipe[field])
-    with forward_warnings(NOTICES):
+    with forward_warnings(NOTICES), requiring_parameters(f"Subject({field}=...)", f"{field}()"):
         model = build()
     restore_defaults()
     if not isinstance(model, Module):
