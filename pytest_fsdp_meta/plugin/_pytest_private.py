@@ -1,8 +1,9 @@
 """The only module that uses pytest's private names.
 
 pytest has no public way to ask which fixtures a test requests itself, which fixtures request which, or which parameters
-an item has: ``item.fixturenames`` is a flat closure. Nor can one replace an item by one of another class, ask whether
-its marks will skip it, skip it at the line of the test, or rewrite asserts in a process without a session.
+an item has: ``item.fixturenames`` is a flat closure. Nor can one ask which fixtures there are or which keys an ini file
+has, replace an item by one of another class, ask whether its marks will skip it, skip it at the line of the test, or
+rewrite asserts in a process without a session.
 ``tests/plugin/test_pytest_private.py`` fails when one of these names changes.
 """
 
@@ -78,6 +79,20 @@ def parameters(item: pytest.Item) -> Mapping[str, Any]:
     """Return the values that the item is parametrized with, by argument name."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
+
+
+def fixtures_instead(error: pytest.FixtureLookupError) -> list[str]:
+    """Return the fixtures that there are, if the error is that one does not exist, else []."""
+    text = error.formatrepr().errorstring  # the only place that has the names
+    _, found, names = text.partition(" not found\n available fixtures: ")
+    return names.partition("\n")[0].split(", ") if found else []
+
+
+def ini_keys(config: pytest.Config) -> list[str]:
+    """Return the keys that the ini file and the option ``-o`` set, also those that no plugin has registered."""
+    written = config._inicfg if hasattr(config, "_inicfg") else config.inicfg  # the latter before pytest 9
+    overridden = (text.partition("=")[0] for text in config.getoption("override_ini") or ())
+    return list(dict.fromkeys([*written, *overridden]))
 
 
 def rewritten_modules() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,7 +126,7 @@ class LoaderItem(CheckItem, pytest.Function):
         """
         run = self.loader.run
         if not run.has_ended:
-            super().setup()
+            self._set_up_fixtures(run)
         if runs_nothing(self.config):
             return
         if run.call is None and not run.has_ended:
@@ -137,6 +138,19 @@ class LoaderItem(CheckItem, pytest.Function):
             self._observe(run)
         if run.has_ended:
             self._raise_setup_outcome(run)
+
+    def _set_up_fixtures(self, run: LoaderRun) -> None:
+        """Set up the fixtures. One that does not exist is an error of the loader, which its items report once."""
+        try:
+            super().setup()
+        except pytest.FixtureLookupError as error:
+            known = _pytest_private.fixtures_instead(error)
+            if runs_nothing(self.config) or not known:
+                raise
+            near = difflib.get_close_matches(str(error.argname), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "pytest --fixtures lists those that there are"
+            by = f", which fixture {error.request.fixturename!r} requests," if error.request.fixturename else ""
+            run.failure = LoaderFailed(f"fixture {error.argname!r}{by} does not exist; {hint}")
 
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Let the headline of an error of the loader name the loader, not the check whose item has it first."""

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.plugin import option_values
+from pytest_fsdp_meta.plugin._pytest_private import ini_keys
 
 DEVICES = ("auto", "cpu", "cuda", standin.NAME)
 BACKENDS = ("auto", "gloo", "nccl")
@@ -264,6 +265,30 @@ def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[s
             raise pytest.UsageError(f"{typed}: there is no such option; the options are {', '.join(FLAGS)}")
 
 
+def _check_ini_keys(config: pytest.Config) -> None:
+    """Raise UsageError for the first key in the ini file that is like an option of this plugin, but that none has.
+
+    Other plugins and conftest files may have registered keys that begin with the same word.
+    """
+    known = [option.ini for option in OPTIONS]
+    for key in ini_keys(config):
+        if not key.startswith("fsdp_") or key in known or _is_registered(config, key):
+            continue
+        if instead := GONE.get(f"--{key.replace('_', '-')}"):
+            raise pytest.UsageError(f"ini option {key}: there is no such option any more; {instead}")
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+        raise pytest.UsageError(f"ini option {key}: there is no such option; {hint}")
+
+
+def _is_registered(config: pytest.Config, key: str) -> bool:
+    try:
+        config.getini(key)
+    except ValueError as error:
+        return "unknown configuration value" not in str(error)
+    return True
+
+
 def read_settings(config: pytest.Config) -> Settings:
     """Read and check all settings. Raises UsageError with one line: the source of an invalid value, and what is valid.
 
@@ -272,6 +297,7 @@ def read_settings(config: pytest.Config) -> Settings:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(INTERNAL):
             raise pytest.UsageError(f"{name} is not read; write the option in PYTEST_ADDOPTS or in the ini file")
+    _check_ini_keys(config)
     values: dict[str, Any] = {}
     given: list[str] = []
     for option in OPTIONS:
@@ -290,6 +316,9 @@ def read_settings(config: pytest.Config) -> Settings:
         raise pytest.UsageError(
             f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
         )
+    # In the ini file, it waits for the runs that compare.
+    if config.getoption("fsdp_allow_missing") and values.get("allow_missing") and not values.get("compare"):
+        raise pytest.UsageError("--fsdp-allow-missing requires an earlier run: --fsdp-compare=OLD/report.json")
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
 

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.reports.schema import SCHEMA, Report
 FILE, PAGE = "report.json", "index.html"
 GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
 """Every page that this package writes contains this element."""
+REMEDY = "pass a report.json that --fsdp-report has written"
 INTERVAL = 2.0
 """Least time (s) between two writes during a run, ..."""
 INTERVAL_PER_WRITE = 10
@@ -84,10 +85,10 @@ def _read(path: Path, brief: bool) -> Report:
     except TooLarge as error:
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON, or truncated: {error}") from None
+        raise ValueError(f"{path}: not JSON, or truncated: {error}; {REMEDY}") from None
     version = data.get("schema") if isinstance(data, dict) else None
     if type(version) is not int:
-        raise ValueError(f"{path}: not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written")
+        raise ValueError(f"{path}: not a report of pytest-fsdp-meta; {REMEDY}")
     if version != SCHEMA:
         remedy = "upgrade pytest-fsdp-meta, or " if version > SCHEMA else ""
         raise UnknownSchema(
@@ -99,7 +100,7 @@ def _read(path: Path, brief: bool) -> Report:
     try:
         return from_plain(Report, data)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}; {REMEDY}") from None
 
 
 def _drop_details(data: dict[str, Any]) -> None:

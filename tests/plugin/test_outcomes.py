@@ -430,6 +430,34 @@ def test_an_error_in_a_field_of_subject_stands_under_the_loader(project: Project
     )
 
 
+def test_a_fixture_that_does_not_exist_is_one_error(project: Project) -> None:
+    project.loaders(
+        """
+        import pytest
+        @pytest.fixture
+        def checkpoint(tmp_pth): ...
+        only = fsdp_conformance(only=["no_meta_params", "no_meta_buffers"])
+        @only
+        def test_own(fsdp, checkpont): ...
+        @only
+        def test_of_a_fixture(fsdp, checkpoint): ...
+        @only
+        def test_unlike_any(fsdp, xyzzy): ...
+        """
+    )
+    result = project.run()
+    result.assert_outcomes(errors=3)
+    assert "3 errors, 3 same error" in result.outlines[-1]
+    assert [
+        line.partition(": ")[2] for line in result.outlines if line.startswith("test_") and ": fixture" in line
+    ] == [
+        "fixture 'checkpont' does not exist; did you mean 'checkpoint'?",
+        "fixture 'tmp_pth', which fixture 'checkpoint' requests, does not exist; did you mean 'tmp_path'?",
+        "fixture 'xyzzy' does not exist; pytest --fixtures lists those that there are",
+    ]
+    assert "available fixtures" not in result.stdout.str()
+
+
 def test_a_fixture_that_raises_is_one_error(project: Project) -> None:
     project.loaders(
         f"""

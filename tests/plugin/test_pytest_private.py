@@ -13,6 +13,8 @@ from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, XFAIL
 from pytest_fsdp_meta.plugin._pytest_private import (
     expectation,
     fixtures_asking_for,
+    fixtures_instead,
+    ini_keys,
     parameters,
     recreate,
     requested_fixtures,
@@ -48,6 +50,25 @@ def test_fixtures_and_parameters(request: pytest.FixtureRequest, outer: int, n: 
     assert parameters(item) == {"n": [7]}
     # Every item with this parameter has the same object: items with the same node id are compared by identity.
     assert parameters(item)["n"] is n
+
+
+def test_fixtures_that_there_are_instead_of_one_that_does_not_exist(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(pytest.FixtureLookupError) as caught:
+        request.getfixturevalue("iner")
+    assert {"inner", "outer", "tmp_path"} <= set(fixtures_instead(caught.value))
+    with pytest.raises(pytest.FixtureLookupError) as caught:
+        request.getfixturevalue("asks_for_itself")
+    assert fixtures_instead(caught.value) == []
+
+
+@pytest.fixture
+def asks_for_itself(asks_for_itself: object) -> object:
+    return asks_for_itself
+
+
+def test_keys_of_the_ini_file(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nfirst = 1\ntestpaths = x")
+    assert ini_keys(pytester.parseconfig("-osecond=2")) == ["first", "testpaths", "second"]
 
 
 class Own(pytest.Function):

@@ -140,6 +140,40 @@ def test_an_option_that_went_names_its_successor(project: Project, typed: str, i
     assert errors(project.collect(typed)) == [f"{name}: there is no such option any more; {instead}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("fsdp_world_sizes", "there is no such option; did you mean fsdp_world_size?"),
+        ("fsdp_typo", "there is no such option; the options are fsdp_world_size, "),
+        ("fsdp_localise", "there is no such option any more; the first step that departs is traced without an option"),
+    ],
+)
+@pytest.mark.parametrize("where", ["-o", "pytest.ini", "pyproject.toml"])
+def test_a_mistyped_key_of_the_ini_file_is_one_line_with_the_nearest_one(
+    project: Project, key: str, hint: str, where: str
+) -> None:
+    if where != "-o":
+        section = "[pytest]" if where == "pytest.ini" else "[tool.pytest.ini_options]"
+        project.write(where, f"{section}\n{key} = '1'\n")
+    (message,) = errors(project.collect(*([f"-o{key}=1"] if where == "-o" else [])))
+    assert message.startswith(f"ini option {key}: {hint}")
+
+
+def test_keys_of_others_in_the_ini_file_are_left_to_pytest(project: Project) -> None:
+    project.write("conftest.py", "def pytest_addoption(parser): parser.addini('fsdp_reports', '', type='pathlist')")
+    project.write("pytest.ini", "[pytest]\nfsdp_reports = x\nfdsp_reports = x\n")
+    project.write("test_it.py", "def test_x(): ...")
+    project.collect("-ofsdp_timeout=7").assert_outcomes(passed=1, warnings=1)
+
+
+def test_allowing_missing_loaders_requires_an_earlier_run(pytester: pytest.Pytester) -> None:
+    message = "^--fsdp-allow-missing requires an earlier run: --fsdp-compare=OLD/report.json$"
+    with pytest.raises(pytest.UsageError, match=message):
+        settings(pytester, "--fsdp-allow-missing")
+    pytester.makeini("[pytest]\nfsdp_allow_missing = tests/test_old.py::*")  # for the runs that compare
+    assert settings(pytester).allow_missing == ("tests/test_old.py::*",)
+
+
 def test_options_of_others_are_left_to_pytest(project: Project) -> None:
     project.write("conftest.py", "def pytest_addoption(parser): parser.addoption('--fsdp-reports')")
     project.write("test_it.py", "def test_option(pytestconfig): assert pytestconfig.getoption('--fsdp-reports') == 'x'")

@@ -648,14 +648,16 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path):
         assert message(whole[:end]).startswith("not JSON, or truncated: ")
     for text in ("<html>", b"\xff\x00\x80", "[" * 100_000):
         assert message(text).startswith("not JSON, or truncated: ")
-    other = "not a report of pytest-fsdp-meta; pass a report.json that --fsdp-report has written"
+    remedy = "pass a report.json that --fsdp-report has written"
+    assert message("{").endswith(f" (char 1); {remedy}")
+    other = f"not a report of pytest-fsdp-meta; {remedy}"
     assert message("[1]") == message('{"schema": "2"}') == other
     again = "write the report again with --fsdp-report"
     assert message('{"schema": 99}') == (
         f"a report of schema 99, but this version reads schema 2; upgrade pytest-fsdp-meta, or {again}"
     )
     assert message('{"schema": 0}') == f"a report of schema 0, but this version reads schema 2; {again}"
-    assert message('{"schema": 2}') == "Report: 'header' is missing"
+    assert message('{"schema": 2}') == f"Report: 'header' is missing; {remedy}"
     assert "loaders[0].checks" in message(whole.replace('"status": "passed"', '"status": 7', 1))
     assert not (tmp_path / "index.html").exists()
     assert main([str(tmp_path / "none.json")]) == f"{tmp_path / 'none.json'}: No such file or directory"
