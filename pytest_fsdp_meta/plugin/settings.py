@@ -222,6 +222,12 @@ GONE = {
     "--fsdp-annotate": "failed loaders are annotated in GitHub Actions, and nowhere else",
 }
 """Option that there was -> what to do instead."""
+EARLIER_RUN = "an earlier run: --fsdp-compare=OLD/report.json"
+DEPENDENT = (
+    ("allow_missing", "compare", EARLIER_RUN),
+    ("memory_reserve", "device_memory", "--fsdp-device-memory=SIZE"),
+)
+"""Option that does nothing without another one, that one, and how a usage error asks for it."""
 PREFIX = "PYTEST_FSDP_"
 INTERNAL = "PYTEST_FSDP_META_"
 """How the names of variables begin that the plugin sets itself."""
@@ -313,12 +319,11 @@ def read_settings(config: pytest.Config) -> Settings:
         if option.repeated and not source.startswith("ini"):
             given += [f"{option.flag}={text}"] if option.metavar else [option.flag] * value
     if values.get("fail_on", "failure") != "failure" and not values.get("compare"):
-        raise pytest.UsageError(
-            f"--fsdp-fail-on={values['fail_on']} requires an earlier run: --fsdp-compare=OLD/report.json"
-        )
-    # In the ini file, it waits for the runs that compare.
-    if config.getoption("fsdp_allow_missing") and values.get("allow_missing") and not values.get("compare"):
-        raise pytest.UsageError("--fsdp-allow-missing requires an earlier run: --fsdp-compare=OLD/report.json")
+        raise pytest.UsageError(f"--fsdp-fail-on={values['fail_on']} requires {EARLIER_RUN}")
+    for name, needed, what in DEPENDENT:
+        # In the ini file, it waits for the runs that have the other option.
+        if config.getoption(f"fsdp_{name}") and values.get(name) and not values.get(needed):
+            raise pytest.UsageError(f"--fsdp-{name.replace('_', '-')} requires {what}")
     return Settings(**values, given=(*_repeated(config.invocation_params.args), *given))
 
 

@@ -135,14 +135,14 @@ def _arrange(
 
 
 @contextmanager
-def calling(where: str, call: str = "", takes: str = "") -> Iterator[None]:
+def calling(where: str, call: str = "") -> Iterator[None]:
     """Name the author's function in errors that it raises. Errors whose message says where already pass unchanged.
 
     Errors of a function that cannot use its arguments also have the ``call``, such as "save(model, None, folder)". A
-    function that cannot be called so is an error in one line, which has ``takes``, if that is given, as the call.
+    function that cannot be called so is an error in one line.
     """
     try:
-        with forward_warnings(NOTICES), requiring_parameters(where, takes or call):
+        with forward_warnings(NOTICES), requiring_parameters(where, call):
             yield
     except (Misuse, CallFailed):
         raise
@@ -159,11 +159,8 @@ def requiring_parameters(where: str, call: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        caller = frame.f_globals.get("__name__", "")
-        # The functions of pytest_fsdp_meta.transformers are called as an author's own.
-        is_refused = caller.startswith("pytest_fsdp_meta.") and not caller.startswith("pytest_fsdp_meta.transformers")
-        if call and is_refused:
+        frames = traceback.walk_tb(error.__traceback__)
+        if call and all(_is_caller(frame.f_globals.get("__name__", "")) for frame, _ in frames):
             raise Misuse(f"{where}: give a function that can be called as {call}; {error}") from None
         raise
 
@@ -203,15 +200,22 @@ def _expects_others(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # A module of torch raises AttributeError in a method of its own.
     modules = [frame.f_globals.get("__name__", "") for frame in frames if frame.f_code.co_name != "__getattr__"]
-    callers = takewhile(lambda name: name == "contextlib" or name.startswith("pytest_fsdp_meta."), modules)
+    callers = takewhile(_is_caller, modules)
     return len(modules) - len(list(callers)) <= 1  # an error further down is about something else, such as the model
+
+
+def _is_caller(module: str) -> bool:
+    """Return whether a frame of this module calls the author's functions; those of ``transformers`` stand for them."""
+    return module == "contextlib" or (
+        module.startswith("pytest_fsdp_meta.") and not module.startswith("pytest_fsdp_meta.transformers")
+    )
 
 
 def global_batch(subject: Subject, step: int) -> Mapping[str, Any]:
     """Return the whole batch of a step, the same on every rank."""
     assert subject.batch is not None
     torch.manual_seed(SEED + step)  # a batch that is drawn at random must be the same on every rank
-    with calling(f"Subject(batch=...), batch({step})", takes="batch(step)"):
+    with calling(f"Subject(batch=...), batch({step})"), requiring_parameters("Subject(batch=...)", "batch(step)"):
         batch = subject.batch(step)
     if not hasattr(batch, "items"):
         raise SubjectError("batch", f"batch({step}) returned {shorten(batch)}, but should return a dict of tensors")

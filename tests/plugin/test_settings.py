@@ -166,12 +166,19 @@ def test_keys_of_others_in_the_ini_file_are_left_to_pytest(project: Project) -> 
     project.collect("-ofsdp_timeout=7").assert_outcomes(passed=1, warnings=1)
 
 
-def test_allowing_missing_loaders_requires_an_earlier_run(pytester: pytest.Pytester) -> None:
-    message = "^--fsdp-allow-missing requires an earlier run: --fsdp-compare=OLD/report.json$"
-    with pytest.raises(pytest.UsageError, match=message):
-        settings(pytester, "--fsdp-allow-missing")
-    pytester.makeini("[pytest]\nfsdp_allow_missing = tests/test_old.py::*")  # for the runs that compare
-    assert settings(pytester).allow_missing == ("tests/test_old.py::*",)
+@pytest.mark.parametrize(
+    ("typed", "other"),
+    [
+        ("--fsdp-allow-missing", "an earlier run: --fsdp-compare=OLD/report.json"),
+        ("--fsdp-memory-reserve=3%", "--fsdp-device-memory=SIZE"),
+    ],
+)
+def test_an_option_that_does_nothing_without_another_one(pytester: pytest.Pytester, typed: str, other: str) -> None:
+    name, _, value = typed.removeprefix("--fsdp-").partition("=")
+    with pytest.raises(pytest.UsageError, match=f"^--fsdp-{name} requires {other}$"):
+        settings(pytester, typed)
+    pytester.makeini(f"[pytest]\nfsdp_{name.replace('-', '_')} = {value or 'true'}")
+    assert settings(pytester) != Settings()  # in the ini file, for the runs that have the other option
 
 
 def test_options_of_others_are_left_to_pytest(project: Project) -> None:

@@ -185,8 +185,8 @@ def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         ),
         (
             {"batch": lambda: None},
-            "Subject(batch=...), batch(0): give a function that can be called as batch(step); <lambda>() takes 0 "
-            "positional arguments but 1 was given",
+            "Subject(batch=...): give a function that can be called as batch(step); <lambda>() takes 0 positional "
+            "arguments but 1 was given",
         ),
         (
             {"loss": lambda model: 1},
