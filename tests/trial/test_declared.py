@@ -100,6 +100,15 @@ def test_a_loss_that_is_no_real_number_is_one_line(name):
     assert loses(loss) == f"Subject(loss=...): {message}"
 
 
+def test_a_reference_that_takes_an_argument_is_one_line():
+    def load(fsdp: Rank) -> Subject:
+        return Subject(nn.Linear(2, 2), reference=lambda config: nn.Linear(2, 2))
+
+    found = observe(load, wanted=["reference"]).unavailable["reference"].summary
+    assert found.startswith("Subject(reference=...): give a function that can be called as reference(); ")
+    assert found.endswith("<lambda>() missing 1 required positional argument: 'config'")
+
+
 def test_an_array_is_no_tensor_of_a_batch():
     """Only tensors are divided among the ranks; every rank would get all rows of an array."""
     message = "Subject(batch=...): batch(0)['x'] is a numpy array; give a tensor: torch.from_numpy(...)"
