@@ -202,8 +202,7 @@ _CLOSE: Explanation = {
     "dtypes on the way, and the checkpoint's path",
 }
 _ODD_IN_PART: Explanation = {
-    "cause": "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, "
-    "computed or rounded differently from the other ranks",
+    "cause": "a part was overwritten after loading, or was read, computed or rounded differently from the other ranks",
     "remedy": "load and modify it with the same code on every rank; look for code that runs on some ranks only",
 }
 _SCALED = "a scale was applied that the reference does not have, or applied twice, or the copies of ranks were summed"

@@ -41,8 +41,8 @@ ZEROS = (
 )
 ODD_SHARDS = "these ranks read the slice of another rank, or only the first replica received the weight"
 IN_PART = (
-    "most elements on these ranks are correct, or nearly: replicas diverged after loading (a part was overwritten, or "
-    "updated on some ranks only), or were computed or rounded differently"
+    "replicas diverged after loading (a part was overwritten, or updated on some ranks only), or were computed or "
+    "rounded differently"
 )
 NONE_RIGHT = (
     "each rank initialised or computed it by itself, none as in the reference: it was not loaded or not recomputed, "

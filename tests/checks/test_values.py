@@ -42,8 +42,7 @@ NOT_LOADED = (
     "initialised again after loading"
 )
 ODD_IN_PART = (
-    "most elements on these ranks are correct, or nearly: a part was overwritten after loading, or was read, computed "
-    "or rounded differently from the other ranks"
+    "a part was overwritten after loading, or was read, computed or rounded differently from the other ranks"
 )
 ZEROS = (
     "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "

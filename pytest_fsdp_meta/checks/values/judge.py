@@ -178,8 +178,8 @@ _ALL_DIFFER: Explanation = {
     "remedy": "initialise it from one seed on all ranks that hold it, or broadcast it after loading",
 }
 _IN_PART: Explanation = {
-    "cause": "most elements on these ranks are correct, or nearly: replicas diverged after loading (a part was "
-    "overwritten, or updated on some ranks only), or were computed or rounded differently",
+    "cause": "replicas diverged after loading (a part was overwritten, or updated on some ranks only), or were "
+    "computed or rounded differently",
     "remedy": "load or compute it with the same code on every rank, or broadcast it after loading",
 }
 _ODD_SHARDS: Explanation = {
