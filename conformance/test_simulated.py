@@ -58,8 +58,8 @@ RUN_THE_MODEL = {"parameter_recreated_after_a_forward", "parameter_of_the_root_r
 UNSEEN = {
     # to_empty() re-creates no parameter that stays on meta, so it keeps the attributes.
     "whole_modules_sharded_defective": "",
-    "every_rank_with_the_first_experts": "passed for what could be checked; the parts of "
-    "model.layers.0.mlp.experts.gate_up_proj and 3 more have no placements, so those of other ranks are unknown",
+    "every_rank_with_the_first_experts": "the parts of model.layers.0.mlp.experts.gate_up_proj and 3 more have "
+    "no placements, so those of other ranks are unknown",
 }
 MESHES = [{"dp_shard": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
 LARGER = [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 8}]

@@ -50,7 +50,7 @@ RAISES = {
 }
 """Check -> what an exception says that its findings can cause. Those of other checks may cause any."""
 PACKAGE = Path(__file__).parents[1]
-PASSED_IN_PART = "passed for what could be checked"
+REST_PASSED = "the rest passed"
 KINDS = {
     "undeclared": "not declared",
     "blocked": "depends on a failed check",
@@ -158,7 +158,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
-        reason = f"{PASSED_IN_PART}; {describe_left_out(view.left_out)}"
+        reason = f"{describe_left_out(view.left_out)}; {REST_PASSED}"
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
     return Verdict(check, "passed", reason=note)
 
@@ -167,8 +167,10 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
     reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
     if isinstance(error, NotDeclared):
         why = KINDS["undeclared"]
+    elif isinstance(error, PartlyJudged) and view.left_out:
+        reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):
-        reason, why = f"{PASSED_IN_PART}; {error}", KINDS["blocked"] if view.left_out else "partly checked"
+        why = "partly checked"
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
 
 

@@ -23,9 +23,6 @@ ATTRIBUTE = "fsdp_item"
 KIND = "fsdp_kind"
 REPEATS = "fsdp_repeats"
 """Attributes that the plugin adds to pytest's report; xdist sends plain data under any name."""
-PARTLY = "partly checked"
-SHOWN_SKIPS = ("not declared", "not applicable", "not supported", "left out")
-"""Kinds of a skip that ``-v`` shows in place of "SKIPPED", because pytest cuts the reason to what a line has left."""
 MOST_DETAIL = 10_000
 """Characters to keep at each end of a long detail; the middle is cut out."""
 DECIDING_OUTCOMES = {"setup": ("failed", "skipped"), "call": ("passed", "failed", "skipped"), "teardown": ("failed",)}
@@ -96,9 +93,11 @@ def status_of(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, st
     if report.failed and getattr(report, REPEATS, False):
         return "same error", "e", "SAME ERROR"
     kind = getattr(report, KIND, "") if report.skipped else ""
-    if kind == PARTLY:
+    if kind == "partly checked":
         return kind, LETTERS[kind], kind.upper()
-    return ("skipped", LETTERS["skipped"], kind.upper()) if kind in SHOWN_SKIPS else None
+    # -v shows the kind in place of "SKIPPED", because pytest cuts the reason to what a line has left.
+    is_own = kind in SKIPS and kind != "by the test"
+    return ("skipped", LETTERS["skipped"], kind.upper()) if is_own else None
 
 
 def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str]) -> Outcome:

@@ -586,7 +586,7 @@ def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
 def left_out(by: str, *names: str) -> str:
     """Return the reason of a check that passed for all but these tensors, which already failed ``by``."""
     count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"passed for what could be checked; not checked: {count} that already failed {by} (first: {names[0]})"
+    return f"not checked: {count} that already failed {by} (first: {names[0]}); the rest passed"
 
 
 def verdict(id: str, evidence: Evidence) -> Verdict:

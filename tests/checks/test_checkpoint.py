@@ -187,7 +187,7 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
     found = verdict(ROUND_TRIP, evidence)
     assert found.status == "skipped"
     assert found.reason == (
-        "passed for what could be checked; ranks hold different values of counter in the same place of the tensor, and "
+        "ranks hold different values of counter in the same place of the tensor, and "
         "a checkpoint keeps only one of them; for a buffer of each rank's own, declare Subject(save=..., resume=...)"
     )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))

@@ -491,7 +491,7 @@ def test_accumulated_gradients_of_an_optimizer_that_already_has_state_are_not_co
     found = verdict(ACCUMULATION, differing)
     assert (found.status, found.why) == ("skipped", "partly checked")
     assert found.reason.startswith(
-        f"passed for what could be checked; accumulated gradients differ ({MIDDLE}: different gradient after the last "
+        f"accumulated gradients differ ({MIDDLE}: different gradient after the last "
         "micro-batch): the loader's optimizer already has state (of 1 parameter"
     )
     lost = replace(differing.training[0].accumulation, without_gradient=(HEAD,))

@@ -212,8 +212,8 @@ def test_several_tensors_that_already_failed_are_counted():
 def test_tensors_that_failed_two_checks_are_listed_by_check():
     evidence = change(change(gpus(2), MIDDLE, device="meta"), EMBEDDING, [1], dtype="float16")
     assert verdict(PARAM_HOME, evidence).reason == (
-        "passed for what could be checked; not checked: 1 tensor that already failed same_manifest_on_every_rank "
-        "(first: embed.weight), 1 tensor that already failed no_meta_params (first: layers.0.weight)"
+        "not checked: 1 tensor that already failed same_manifest_on_every_rank (first: embed.weight), 1 tensor that "
+        "already failed no_meta_params (first: layers.0.weight); the rest passed"
     )
 
 

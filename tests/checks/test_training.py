@@ -224,7 +224,7 @@ def test_later_losses_of_an_optimizer_that_already_has_state_are_not_compared():
     found = verdict(PARITY, later)
     assert (found.status, found.why) == ("skipped", "partly checked")
     assert found.reason.startswith(
-        "passed for what could be checked; the losses differ (step 1: 1.750000, but should be 1.500000, relative error "
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error "
         "0.12): the loader's optimizer already has state (of 1 parameter, first: "
     )
     first = verdict(PARITY, on_runs(later, None, losses=(2.5, 1.75, 1.5)))
