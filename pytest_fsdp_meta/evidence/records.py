@@ -14,7 +14,7 @@ from pytest_fsdp_meta.checks.drawn.facts import RankDraws
 from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
 from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, stages_of
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
-from pytest_fsdp_meta.checks.structure.facts import RankInventory
+from pytest_fsdp_meta.checks.structure.facts import RankInventory, describe_mesh
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining, RankTrainingMode, StepNotFinite
 from pytest_fsdp_meta.checks.values.facts import Comparison
@@ -235,9 +235,11 @@ class WorldFacts:
         return self.simulated or range(self.size)
 
     def __str__(self) -> str:
+        mesh = [describe_mesh(self.mesh)] if len(self.mesh) > 1 else []
         if self.simulated:
-            return f"world of {self.size}, simulated by {len(self.simulated)} of its ranks"
-        return f"world of {self.size} ({self.backend} on {self.device_type})"
+            shown = f" ({mesh[0]})" if mesh else ""
+            return f"world of {self.size}{shown}, simulated by {len(self.simulated)} of its ranks"
+        return f"world of {self.size} ({', '.join([*mesh, f'{self.backend} on {self.device_type}'])})"
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.session import SESSION, PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
+from pytest_fsdp_meta.reports.evenness import evenness_of
 from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.sizes import sizes_of
-from pytest_fsdp_meta.reports.summary import evenness_of, notes_on, summarise
+from pytest_fsdp_meta.reports.summary import notes_on, summarise
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
 
@@ -173,7 +174,7 @@ class CheckItem(RanksItem):
         if evidence.world.simulated:
             context = replace(context, sizes=sizes_of(evidence))
         else:
-            evenness = evenness_of(evidence.inventory, evidence.training)
+            evenness = evenness_of(evidence.world, evidence.inventory, evidence.training)
             context = replace(context, evenness=evenness, notes=notes_on(evidence))
         if not self.plugin.settings.report:
             return context

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
+from pytest_fsdp_meta.checks.structure.facts import Dims
 from pytest_fsdp_meta.checks.tracing.facts import AGREES, DEPARTS
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.text import counted
@@ -300,12 +301,14 @@ class Evenness:
 
     even: bool
     ranks: int
-    """The smallest size, from 2, of a mesh dimension that would divide some sharded dim unevenly."""
+    """The size of the smallest world in which one mesh dimension would divide some sharded dim unevenly."""
     tensors: tuple[str, ...] = ()
     """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
     rows: int = 0
     """How many rows a batch needs on that number of ranks, as many on each as now; 0 if that of now divides, or is not
     known."""
+    mesh: Dims = ()
+    """The mesh of that world."""
 
 
 UNKNOWN = WorldFacts(0, (), "", "")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
-from pytest_fsdp_meta.checks.sharding.facts import is_expert, sharded_dim
-from pytest_fsdp_meta.checks.training.facts import RankTraining
+from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
-from pytest_fsdp_meta.reports.schema import Curves, Evenness, FindingRecord, Piece, Summary, TensorRecord, Traffic
+from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
 from pytest_fsdp_meta.reports.traced_step import record_step
 from pytest_fsdp_meta.text import as_bytes, first_of
 
@@ -36,27 +34,6 @@ def summarise(evidence: Evidence) -> Summary:
         traced=traced,
         unavailable=missing,
     )
-
-
-def evenness_of(inventory: Sequence[RankInventory], training: Sequence[RankTraining] | None) -> Evenness | None:
-    """Return how evenly the mesh divides the DTensors of the first rank; None if it shards none."""
-    sharded = [place for tensor in inventory[0].tensors for place in _sharded_dims(tensor)]
-    if all(over == 1 for _, _, _, over in sharded):
-        return None
-    ranks = next(ranks for ranks in count(2) if any(size % ranks for _, _, size, _ in sharded))
-    return Evenness(
-        even=not any(size % over for _, _, size, over in sharded),
-        ranks=ranks,
-        tensors=tuple(f"{name} ({size} on dim {dim})" for name, dim, size, _ in sharded if size % ranks),
-        rows=_rows_on(ranks, {over for _, _, _, over in sharded}, training[0]) if training else 0,
-    )
-
-
-def _rows_on(ranks: int, shards: set[int], training: RankTraining) -> int:
-    """Return ``Evenness.rows``. It is known if the batch is divided as the tensors are, which have these ``shards``."""
-    slices = training.data_parallel[1]
-    divides = training.rows * slices % ranks == 0
-    return 0 if divides or shards - {1} != {slices} else training.rows * ranks
 
 
 def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
@@ -99,17 +76,6 @@ def _same_on_another_rank(tensor: TensorFacts, inventory: Sequence[RankInventory
     """Return whether a rank that holds another part of the tensor holds the same bits."""
     others = (rank.by_name.get(tensor.name, tensor) for rank in inventory)
     return any(other.regions != tensor.regions and _bits(other) == _bits(tensor) for other in others)
-
-
-def _sharded_dims(tensor: TensorFacts) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, dim, its size and the number of ranks that share it, for each dim that the mesh shards."""
-    over: dict[int, int] = {}
-    if tensor.mesh is not None and tensor.kind == "parameter":
-        for placement, size in zip(tensor.placements or (), tensor.mesh.shape, strict=False):
-            dim = sharded_dim(placement)
-            if dim is not None and tensor.shape[dim]:
-                over[dim] = over.get(dim, 1) * size
-    yield from ((tensor.name, dim, tensor.shape[dim], ranks) for dim, ranks in over.items())
 
 
 def record_findings(verdict: Verdict) -> tuple[FindingRecord, ...]:

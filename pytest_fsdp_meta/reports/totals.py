@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from pytest_fsdp_meta.checks.structure.facts import describe_mesh
 from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders, is_crashed
 from pytest_fsdp_meta.reports.schema import (
     BAD,
@@ -188,9 +189,11 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     if not known or not all(evenness.even for _, evenness in known):
         return
     loader, first = min(known, key=lambda pair: pair[1].ranks)
+    is_whole = [size for _, size in first.mesh] in ([], [first.ranks])
+    mesh = "" if is_whole else f" ({describe_mesh(first.mesh)})"
     batch = f", with a batch of {first.rows} rows," if first.rows else ""
     yield (
-        f"every shard was even, so padding was not tested; {first.ranks} ranks{batch} would divide "
+        f"every shard was even, so padding was not tested; {first.ranks} ranks{mesh}{batch} would divide "
         f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly"
     )
 

@@ -404,8 +404,7 @@ def test_a_difference_that_may_be_rounding_is_not_passed_if_the_reference_ended(
     assert (found.status, found.why) == ("skipped", "partly checked")
     share = {LOSS: "0.005", NORM: "0.033"}.get(check, "0.05")
     assert found.reason == (
-        "measuring the reference's noise failed (the reference was killed), so a "
-        f"difference of {share} may be an error"
+        f"measuring the reference's noise failed (the reference was killed), so a difference of {share} may be an error"
     )
     assert verdict(check, with_noise(off, problem="RuntimeError: hooks are refused")).status == "passed"
     assert verdict(check, replace(with_noise(off, **killed), tolerance={check: 0.2})).status == "passed"

@@ -41,9 +41,7 @@ NOT_LOADED = (
     "the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, or was "
     "initialised again after loading"
 )
-ODD_IN_PART = (
-    "a part was overwritten after loading, or was read, computed or rounded differently from the other ranks"
-)
+ODD_IN_PART = "a part was overwritten after loading, or was read, computed or rounded differently from the other ranks"
 ZEROS = (
     "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
     "was not loaded after that"

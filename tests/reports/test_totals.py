@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from math import prod
 
 import pytest
 
@@ -11,9 +12,10 @@ from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.checks.collectives.facts import Collective, RankCollectives
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining, WorldFacts
+from pytest_fsdp_meta.reports.evenness import evenness_of
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
-from pytest_fsdp_meta.reports.summary import evenness_of, notes_on
+from pytest_fsdp_meta.reports.summary import notes_on
 from pytest_fsdp_meta.reports.totals import (
     ACTIVITIES,
     CHECKS_NAMED_FIRST,
@@ -160,14 +162,16 @@ def evenness(
     training: RankTraining | None = None,
 ):
     tensors = [parameter(name, shape, mesh, placements, (0,) * len(mesh)) for name, shape in sizes.items()]
-    return evenness_of([RankInventory(0, "cpu", tuple(tensors))], training and [training])
+    named = tuple((str(name), size) for name, size in mesh.items())
+    world = WorldFacts(prod(mesh.values()), named, "cpu", "gloo")
+    return evenness_of(world, [RankInventory(0, "cpu", tuple(tensors))], training and [training])
 
 
 def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
     even = evenness({"a.weight": (8, 4), "b.weight": (6, 4)}, {"dp_shard": 2}, ["S(0)"])
-    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",))
+    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), mesh=(("dp_shard", 3),))
     twelve = evenness({"c.weight": (12, 12)}, {"dp_shard": 2}, ["S(0)"])
-    assert twelve == Evenness(True, 5, ("c.weight (12 on dim 0)",))
+    assert twelve == Evenness(True, 5, ("c.weight (12 on dim 0)",), mesh=(("dp_shard", 5),))
     loaders = [replace(loader_with("passed"), evenness=facts) for facts in (None, twelve, even)]
     line = (
         "every shard was even, so padding was not tested; 3 ranks would divide a.weight (8 on dim 0) of t.py::test_x "
@@ -193,13 +197,44 @@ def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
 def test_the_batch_that_an_uneven_world_needs_is_named(rows: int, slices: int, needed: int) -> None:
     training = RankTraining((1.0,), (0, slices), rows)
     even = evenness({"a.weight": (8, 4)}, {"dp_shard": 2}, ["S(0)"], training)
-    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), needed)
+    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), needed, (("dp_shard", 3),))
     lines = [line for line, _ in describe_totals([replace(loader_with("passed"), evenness=even)])]
     batch = f", with a batch of {needed} rows," if needed else ""
     assert (
         f"every shard was even, so padding was not tested; 3 ranks{batch} would divide a.weight (8 on dim 0) of "
         "t.py::test_x unevenly"
     ) in lines
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "rows", "slices", "shown"),
+    [
+        pytest.param(
+            {"dp_replicate": 2, "dp_shard": 2},
+            "R S(0)",
+            2,
+            4,
+            "6 ranks (dp_replicate=2 x dp_shard=3), with a batch of 12 rows, would",
+            id="replicas of shards",
+        ),
+        pytest.param({"dp_shard": 4, "tp": 2}, "S(0) S(1)", 0, 4, "6 ranks (dp_shard=3 x tp=2) would", id="both"),
+        pytest.param({"dp_shard": 2, "tp": 2}, "R S(0)", 1, 2, "6 ranks (dp_shard=2 x tp=3) would", id="tp alone"),
+    ],
+)
+def test_the_uneven_mesh_has_all_dimensions(
+    mesh: Mapping[str | None, int], placements: str, rows: int, slices: int, shown: str
+) -> None:
+    training = RankTraining((1.0,), (0, slices), rows)
+    even = evenness({"a.weight": (8, 8)}, mesh, placements.split(), training)
+    [line] = [line for line, _ in describe_totals([replace(loader_with("passed"), evenness=even)]) if "padding" in line]
+    assert line.startswith(f"every shard was even, so padding was not tested; {shown} divide a.weight (8 on dim ")
+
+
+def test_a_mesh_that_the_loader_made_is_named_in_place_of_the_worlds() -> None:
+    tensor = parameter("a.weight", (8, 4), {None: 2}, ["S(0)"], (0,))
+    world = WorldFacts(4, (("dp_shard", 4),), "cpu", "gloo")
+    even = evenness_of(world, [RankInventory(0, "cpu", (tensor,))], None)
+    assert even == Evenness(True, 6, ("a.weight (8 on dim 0)",), mesh=((None, 3),))
 
 
 def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:

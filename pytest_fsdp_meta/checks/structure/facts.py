@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 Region = tuple[tuple[int, int], ...]
 """The half-open index ranges that a rank holds along one dim of a tensor."""
+Dims = tuple[tuple[str | None, int], ...]
+"""The name and the size of each dimension of a mesh."""
+
+
+def describe_mesh(dims: Iterable[tuple[str | None, int]]) -> str:
+    """Return a text such as "dp_replicate=2 x dp_shard=4"."""
+    return " x ".join(f"{name or 'unnamed'}={size}" for name, size in dims)
 
 
 @dataclass(frozen=True)
@@ -19,8 +26,12 @@ class MeshFacts:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
 
+    @property
+    def pairs(self) -> Dims:
+        return tuple(zip(self.dims, self.shape, strict=True))
+
     def __str__(self) -> str:
-        return " x ".join(f"{name or 'unnamed'}={size}" for name, size in zip(self.dims, self.shape, strict=True))
+        return describe_mesh(self.pairs)
 
 
 @dataclass(frozen=True)
