@@ -259,6 +259,8 @@ class Unavailable:
     error: bool = False
     detail: str = ""
     kind: str = ""
+    missing_field: str = ""
+    """The field of Subject that is not declared, where it is a single one."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class SmallerWorld:
 
 def not_declared(field: str) -> Unavailable:
     """Return the reason for an observation that needs a field of Subject which the author did not set."""
-    return Unavailable(f"Subject({field}=...) is not declared", kind="undeclared")
+    return Unavailable(f"Subject({field}=...) is not declared", kind="undeclared", missing_field=field)
 
 
 @dataclass(frozen=True)

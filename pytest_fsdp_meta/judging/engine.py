@@ -72,7 +72,7 @@ class Verdict:
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
     release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
-    judged, and the rest passed).
+    judged, and the rest passed). ``missing_field`` is the field, if a single one is missing.
     """
 
     check: Check
@@ -84,6 +84,7 @@ class Verdict:
     model: Mapping[str, frozenset[str]] = field(default_factory=dict)
     ties: frozenset[frozenset[str]] = frozenset()
     why: str = ""
+    missing_field: str = ""
 
 
 _Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Selection, Check], Verdict]]
@@ -165,13 +166,14 @@ def _judge(check: Check, run: _Run) -> Verdict:
 
 def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
     reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
+    missing = ""
     if isinstance(error, NotDeclared):
-        why = KINDS["undeclared"]
+        why, missing = KINDS["undeclared"], error.field
     elif isinstance(error, PartlyJudged) and view.left_out:
         reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):
         why = "partly checked"
-    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
+    return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)
 
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
@@ -189,8 +191,8 @@ def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:
 def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> Verdict:
     unavailable = run.evidence.unavailable[need]
     if not unavailable.error and unavailable.kind != "blocked":
-        why = KINDS.get(unavailable.kind, "not applicable")
-        return Verdict(check, "skipped", reason=unavailable.summary, why=why)
+        why, missing = KINDS.get(unavailable.kind, "not applicable"), unavailable.missing_field
+        return Verdict(check, "skipped", reason=unavailable.summary, why=why, missing_field=missing)
     if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
         basic = _failed_basics(check, run) if need != "repetition" else ()
         if by := ", ".join(id for id in dict.fromkeys((*failed, *basic)) if _may_explain(id, unavailable, run)):

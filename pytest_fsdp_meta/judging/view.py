@@ -39,6 +39,7 @@ class NotDeclared(NotJudged):
 
     def __init__(self, field: str, so: str = "", instead: str = "") -> None:
         super().__init__(instead or f"{not_declared(field).summary}{so}")
+        self.field = field
 
 
 class Blocked(NotJudged):

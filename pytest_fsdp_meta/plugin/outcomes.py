@@ -136,6 +136,7 @@ def check_record(
         detail=_shorten_detail(outcome.detail) if outcome is not None else "",
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
+        missing_field=verdict.missing_field if verdict else "",
         place=_place_of(outcome, root),
     )
 

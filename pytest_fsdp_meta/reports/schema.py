@@ -144,6 +144,8 @@ class CheckRecord:
     The first check of a loader has the detail of an error that all its checks share."""
     skip: str = ""
     """The kind of the skip, one of ``SKIPS``; empty unless ``status`` is "skipped"."""
+    missing_field: str = ""
+    """The field of Subject that a check needs which is "not declared", if it is a single one."""
     place: str = ""
     """The line of the user's code that an error points to, as "path:line"; the path is relative to pytest's root folder
     if it is inside. Empty if no frame is the user's."""

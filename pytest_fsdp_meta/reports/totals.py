@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -76,7 +75,6 @@ CHECKS_NAMED_FIRST = ("params_equal_reference", "loss_parity", "grad_parity", "r
 """Checks to name first of those that need a field; the others follow in the order of the catalogue."""
 MOST_CHECKS = 2
 """Checks named for each of them, and for one reason why checks are partly checked."""
-UNDECLARED = re.compile(r"Subject\((\w+)=\.\.\.\) is not declared")
 NO_ITEM = ("left out", "not selected")
 """Kinds of checks without an item, unless there is a reason for them; pytest does not count them as skipped."""
 Line = tuple[str, dict[str, bool]]
@@ -229,9 +227,8 @@ def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
     """Return field -> the checks that lack it, for the fields to suggest."""
     fields: dict[str, list[str]] = {}
     for check in loader.checks:
-        found = UNDECLARED.match(check.reason) if check.skip == "not declared" else None
-        if found and found[1] in FIELDS_TO_SUGGEST:
-            fields.setdefault(found[1], []).append(check.check)
+        if check.missing_field in FIELDS_TO_SUGGEST:
+            fields.setdefault(check.missing_field, []).append(check.check)
     ranks = {id: rank for rank, id in enumerate(CHECKS_NAMED_FIRST)}
     return {name: sorted(ids, key=lambda id: ranks.get(id, len(ranks))) for name, ids in fields.items()}
 

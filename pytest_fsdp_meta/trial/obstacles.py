@@ -79,11 +79,13 @@ def no_training_declared(subject: SubjectFacts) -> Unavailable | None:
         return Unavailable(
             "the stages of a pipeline train by the author's schedule; declare Subject(train_step=...)",
             kind="undeclared",
+            missing_field="train_step",
         )
     if subject.engine and "train_step" not in subject.declared:
         return Unavailable(
             f"{subject.engine} runs the backward and the optimizer's step itself; declare Subject(train_step=...)",
             kind="undeclared",
+            missing_field="train_step",
         )
     return None
 

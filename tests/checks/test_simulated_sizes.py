@@ -113,7 +113,7 @@ def test_a_step_that_cannot_run_is_an_error_and_one_without_a_loss_is_not_declar
             "error",
             "no step of 64 ranks was simulated: RuntimeError in layers.0.o_proj (model.py:3): shapes",
         )
-        assert (missing.status, missing.why) == ("skipped", "not declared")
+        assert (missing.status, missing.why, missing.missing_field) == ("skipped", "not declared", "loss")
         assert missing.reason == "no step of 64 ranks was simulated: Subject(loss=...): no .loss"
 
 

@@ -99,6 +99,7 @@ def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     assert offered(loaders["test_it.py::test_raises"]) == {
         "no_meta_params": ("error", "ranks 0, 1 raised ValueError: no file")
     }
+    assert the(loaders[BROKEN], "loss_parity").missing_field == "reference"
     (found,) = the(loaders[BROKEN], "no_uninitialized_memory").findings
     assert (found.tensor, found.ranks) == ("table", (0, 1))
     assert the(loaders["test_it.py::test_expected[world2]"], "no_uninitialized_memory").findings[0] == found

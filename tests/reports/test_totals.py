@@ -287,8 +287,7 @@ def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
 def undeclared_in(name: str, *fields: str) -> LoaderRecord:
     """Return a loader whose checks lack these fields, one each, but the last, which passed."""
     loader = loader_with(*(["not declared"] * len(fields)), "passed", name=name)
-    reasons = [f"Subject({field}=...) is not declared, so it is off" for field in fields]
-    checks = [replace(check, reason=reason) for check, reason in zip(loader.checks, reasons, strict=False)]
+    checks = [replace(check, missing_field=field) for check, field in zip(loader.checks, fields, strict=False)]
     return replace(loader, checks=(*checks, loader.checks[-1]))
 
 
@@ -310,8 +309,7 @@ def test_the_fields_worth_declaring_next_are_named_after_a_pass() -> None:
 
 def test_the_checks_that_say_most_of_a_field_are_named_first() -> None:
     ids = ["no_meta_params", "names_match_reference", "loss_parity", "params_equal_reference"]
-    reason = "Subject(reference=...) is not declared"
-    lacking = tuple(CheckRecord(id, "skipped", skip="not declared", reason=reason) for id in ids)
+    lacking = tuple(CheckRecord(id, "skipped", skip="not declared", missing_field="reference") for id in ids)
     (line,) = next_lines(replace(loader_with(), checks=(CheckRecord("dcp_reshards", "passed"), *lacking)))
     assert line.endswith(": reference (params_equal_reference, loss_parity and 2 more)")
 
