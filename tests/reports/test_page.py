@@ -23,7 +23,7 @@ from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, loss_chart
 from pytest_fsdp_meta.reports.page.checks import group_by_cause
-from pytest_fsdp_meta.reports.page.layouts import Layout, group_layouts
+from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
@@ -276,7 +276,11 @@ def test_where_it_starts_is_said_once_for_a_check():
 
 
 def drawn(*tensors: TensorRecord, mesh=None, **checks: CheckRecord) -> dict[str, Layout]:
-    return {one.names[0]: one for one in group_layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
+    return {one.names[0]: one for one in layouts(loader(mesh=mesh, checks=checks, tensors=tensors))}
+
+
+def layouts(record: LoaderRecord) -> tuple[Layout, ...]:
+    return group_layouts(record, drawn_mesh(record.world, own_meshes(record)))
 
 
 def held(layout: Layout) -> list[tuple[tuple[int, ...], str, str]]:
@@ -391,10 +395,10 @@ def test_the_mesh_that_the_loader_made_is_named_and_drawn():
     own = made({"dp_shard": 4}, MeshFacts(("replicas", None), (2, 2), (0, 0)))
     assert "mesh dp_shard=4; the loader made replicas=2" in Reader(render(report(own))).text
     assert "as the mesh: unnamed to the right, replicas down" in Reader(render(report(own))).text
-    assert len({y for _, y, _ in group_layouts(own)[0].picture.labels}) == 2
+    assert len({y for _, y, _ in layouts(own)[0].picture.labels}) == 2
     pairs = made({"dp_shard": 4}, MeshFacts(("pairs",), (2,), (0,)))
     assert "the loader made pairs=2" in Reader(render(report(pairs))).text
-    assert len({y for _, y, _ in group_layouts(pairs)[0].picture.labels}) == 1
+    assert len({y for _, y, _ in layouts(pairs)[0].picture.labels}) == 1
     part = made({"dp_replicate": 2, "dp_shard": 2}, MeshFacts(("dp_shard",), (2,), (0,)))
     assert "the loader made" not in Reader(render(report(part))).text
 

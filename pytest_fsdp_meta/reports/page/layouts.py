@@ -91,8 +91,8 @@ Named = Mapping[str, Mapping[str, frozenset[int]]]
 """Tensor -> check -> the ranks of its findings about the tensor."""
 
 
-def group_layouts(record: LoaderRecord) -> tuple[Layout, ...]:
-    """Return the layouts of a loader's tensors, those with problems first."""
+def group_layouts(record: LoaderRecord, mesh: Mesh) -> tuple[Layout, ...]:
+    """Return the layouts of a loader's tensors, those with problems first. Ranks are drawn in the order of ``mesh``."""
     if record.summary is None:
         return ()
     named = _ranks_by_check(record)
@@ -101,7 +101,7 @@ def group_layouts(record: LoaderRecord) -> tuple[Layout, ...]:
         findings = tuple(named.get(tensor.name, {}).items())
         key = replace(tensor, name="", mesh=None, tied=()), findings, bool(tensor.tied)
         groups.setdefault(key, []).append(tensor)
-    world = replace(record.world, mesh=drawn_mesh(record))
+    world = replace(record.world, mesh=mesh)
     layouts = [_layout(tensors, named, world) for tensors in groups.values()]
     return tuple(sorted(layouts, key=lambda layout: not layout.has_problem))
 
@@ -117,10 +117,9 @@ def own_meshes(record: LoaderRecord) -> tuple[Mesh, ...]:
     )
 
 
-def drawn_mesh(record: LoaderRecord) -> Mesh:
+def drawn_mesh(world: WorldFacts, own: Sequence[Mesh]) -> Mesh:
     """Return the mesh in whose order ranks are drawn: the one that the loader made of all ranks, or the world's."""
-    own = own_meshes(record)
-    return own[0] if len(own) == 1 and prod(size for _, size in own[0]) == record.world.size else record.world.mesh
+    return own[0] if len(own) == 1 and prod(size for _, size in own[0]) == world.size else world.mesh
 
 
 def _ranks_by_check(record: LoaderRecord) -> Named:

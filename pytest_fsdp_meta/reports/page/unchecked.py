@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.page.checks import CheckView
-from pytest_fsdp_meta.reports.schema import LoaderRecord
-from pytest_fsdp_meta.reports.totals import describe_unseen
 
 UNCHECKED = ("partly checked", "not declared")
 """Kinds of checks that check more if the test or the model changes, in the order in which the page shows them."""
@@ -35,8 +33,3 @@ def group_unchecked(loaders: Iterable[Iterable[CheckView]]) -> list[Unchecked]:
                 where.setdefault(key, set()).add(number)
     groups = (Unchecked(*key, tuple(checks.values()), len(where[key])) for key, checks in found.items())
     return sorted(groups, key=lambda group: UNCHECKED.index(group.kind))
-
-
-def unseen(records: Sequence[LoaderRecord]) -> list[str]:
-    """Return a sentence for each thing that no check could see, because of the sizes and values of the models."""
-    return [line[:1].upper() + line[1:] + "." for line in describe_unseen(records)]

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
-from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_unchecked, unseen
+from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_unchecked
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -32,6 +32,7 @@ from pytest_fsdp_meta.reports.schema import (
     is_bad,
 )
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
+from pytest_fsdp_meta.reports.totals import describe_unseen
 from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
@@ -124,7 +125,7 @@ class LoaderView:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        return group_layouts(self.record)
+        return group_layouts(self.record, self.mesh)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -132,14 +133,14 @@ class LoaderView:
         shown = {state for layout in self.layouts for state in layout.states}
         return tuple(state for state in STATES if state in shown and state != "nothing")
 
-    @property
+    @cached_property
     def own_meshes(self) -> tuple[Mesh, ...]:
         return own_meshes(self.record)
 
     @property
     def mesh(self) -> Mesh:
         """The mesh in whose order ranks are drawn."""
-        return drawn_mesh(self.record)
+        return drawn_mesh(self.record.world, self.own_meshes)
 
     @cached_property
     def traced(self) -> StepView | None:
@@ -255,8 +256,8 @@ class PageView:
 
     @property
     def unseen(self) -> list[str]:
-        """What no check could see, because of the sizes and values of the models."""
-        return unseen(self.report.loaders)
+        """A sentence for each thing that no check could see, because of the sizes and values of the models."""
+        return [line[:1].upper() + line[1:] + "." for line in describe_unseen(self.report.loaders)]
 
     @property
     def unchecked(self) -> list[Unchecked]:
