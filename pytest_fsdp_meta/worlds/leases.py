@@ -197,21 +197,25 @@ class Lease:
     def _describe_wait(self) -> tuple[object, str]:
         """Return a state that differs whenever a device or the queue changes hands, and a line for the user.
 
-        The line is "waiting for 4 of 8 slots: gw1 holds 0-3 for test_a (12 s); ...". It leaves out devices without a
-        note, which the worker that is first in the queue may have locked already.
+        The line is "waiting for 4 of 8 GPUs to be free: gw1 uses 0-3 for test_a (12 s); ...". Slots are alike, so of
+        these it has the number. It leaves out devices without a note, which the worker that is first in the queue may
+        have locked already.
         """
         holders: dict[_Note, list[int]] = {}
         for device, name in enumerate(self.names):
             if device not in self._locks and (note := self._read_note(name)) is not None:
                 holders.setdefault(note, []).append(device)
+        is_slot = self._kind == "slot"
         reasons = [
-            f"{note.worker} holds {joined_runs(devices)} for {note.purpose} ({time.monotonic() - note.since:.0f} s)"
+            f"{note.worker} uses {len(devices) if is_slot else joined_runs(devices)} for {note.purpose} "
+            f"({time.monotonic() - note.since:.0f} s)"
             for note, devices in holders.items()
         ]
         head = self._read_note(QUEUE)
         if head is not None and head.worker != self._worker:
-            reasons.append(f"{head.worker} is next in the queue: {head.size} for {head.purpose}")
-        line = f"waiting for {self._count} of {counted(len(self.names), self._kind)}"
+            reasons.append(f"{head.worker} is next and needs {head.size} for {head.purpose}")
+        slots = f"{len(self.names)} CPU slots (one per rank, --fsdp-slots)"
+        line = f"waiting for {self._count} of {slots if is_slot else counted(len(self.names), self._kind)} to be free"
         return (holders, head), f"{line}: {'; '.join(reasons)}" if reasons else line
 
     def _note(self) -> str:

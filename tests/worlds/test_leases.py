@@ -97,10 +97,11 @@ def test_the_wait_message_names_the_holders_and_the_next_in_the_queue(
     take(tmp_path, "gw2", 2, "test_x.py::test_moe")
     with pytest.raises(LeaseError) as caught:
         wanting(tmp_path, "gw3", 4, patience=0.5).acquire(lines.append)
-    holders = "gw1 holds 0-3 for test_x.py::test_llama (0 s); gw2 holds 4, 5 for test_x.py::test_moe"
-    assert f"waiting for 4 of 8 slots: {holders} (0 s)" in lines
+    holders = "gw1 uses 4 for test_x.py::test_llama (0 s); gw2 uses 2 for test_x.py::test_moe"
+    slots = "8 CPU slots (one per rank, --fsdp-slots) to be free"
+    assert f"waiting for 4 of {slots}: {holders} (0 s)" in lines
     assert str(caught.value).startswith(
-        "gave up after 0.5 s without a change while waiting for 4 of 8 slots: gw1 holds 0-3 for "
+        f"gave up after 0.5 s without a change while waiting for 4 of {slots}: gw1 uses 4 for "
     )
     with take(tmp_path, "gw4", 2) as rest:
         assert rest.devices == (6, 7), "the worker that gave up holds nothing"
@@ -109,8 +110,8 @@ def test_the_wait_message_names_the_holders_and_the_next_in_the_queue(
         with pytest.raises(LeaseError):
             wanting(tmp_path, "gw6", 1, patience=0.3).acquire(lines.append)
         held.release()
-    assert lines[-1].startswith("waiting for 1 of 8 slots: gw1 holds 0-3 for ")
-    assert lines[-1].endswith("; gw5 is next in the queue: 5 for test_b")
+    assert lines[-1].startswith(f"waiting for 1 of {slots}: gw1 uses 4 for ")
+    assert lines[-1].endswith("; gw5 is next and needs 5 for test_b")
 
 
 def test_patience_starts_again_with_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,8 @@ def test_unreadable_notes_only_shorten_the_message(tmp_path: Path, monkeypatch: 
     for name in (*EIGHT, "queue"):
         (tmp_path / f"slot-{name}.lock").write_text("{")
     assert not held.wanted()
-    with pytest.raises(LeaseError, match=r"^gave up after 0\.2 s without a change while waiting for 1 of 8 slots$"):
+    alone = r"^gave up after 0\.2 s without a change while waiting for 1 of 8 CPU slots \(.*\) to be free$"
+    with pytest.raises(LeaseError, match=alone):
         wanting(tmp_path, "gw3", 1, patience=0.2).acquire()
 
 
