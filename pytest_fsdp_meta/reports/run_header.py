@@ -23,6 +23,8 @@ PACKAGES = (
     *("ray", "numpy"),
 )
 NCCL = re.compile(r"nvidia[-_]nccl[-_]cu\d+")
+PLACES = {"local": "on this machine", "ray": "on a Ray cluster"}
+"""Engine -> where it runs ranks."""
 GIT_TIMEOUT = 10.0
 """Time (s) that git is given to answer."""
 
@@ -110,13 +112,14 @@ def describe_run(
     """Return the line about this package that pytest prints in its header."""
     known = versions()
     libraries = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
+    *others, last = map(str, sizes)
+    ranks = f"{', '.join(others)} and {last} ranks" if others else counted(int(last), "rank")
     parts = [
-        f"engine {engine}",
+        f"{ranks} by default, {PLACES[engine]}",
         f"device {device}",
-        f"world size {', '.join(map(str, sizes))}",
-        *libraries,
         _backend(backend, device, known),
-        describe_catalogue(catalogue, simulated),
+        *libraries,
+        _count_checks(catalogue, simulated),
     ]
     return f"fsdp: {', '.join(parts)}"
 
@@ -128,14 +131,7 @@ def _backend(backend: str, device: str, known: Mapping[str, str]) -> str:
     return nccl if backend == "nccl" else "gloo"
 
 
-def describe_catalogue(catalogue: Catalogue, simulated: bool) -> str:
-    """Return a text such as "catalogue 0.3 (43 checks, 2 own)"; the version is that of the newest check.
-
-    The checks are those that a loader gets, in a simulated world or in another.
-    """
+def _count_checks(catalogue: Catalogue, simulated: bool) -> str:
+    """Return a text such as "43 checks (2 of your own)": those of a loader, in a simulated world or in another."""
     own = sum(not check.built_in for check in catalogue)
-    newest = max(
-        (check.since for check in catalogue if check.built_in), key=lambda since: list(map(int, since.split(".")))
-    )
-    judging = counted(len(catalogue.ids_for(simulated)), "check")
-    return f"catalogue {newest} ({judging}{f', {own} own' if own else ''})"
+    return counted(len(catalogue.ids_for(simulated)), "check") + (f" ({own} of your own)" if own else "")
