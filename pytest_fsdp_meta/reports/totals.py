@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pytest_fsdp_meta.checks.structure.facts import describe_mesh
 from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders, is_crashed
@@ -168,8 +169,9 @@ def _describe_place(story: Story, place: Place) -> str:
     where = printable(place.loader.loader)
     if place.check is None:
         return where
-    if place.findings:
-        return f"{place.check.check} in {where}: {first_of(list(map(describe_finding, place.findings)))}"
+    if place.findings:  # pytest's section of failures has their details
+        found = [describe_finding(replace(finding, detail="")) for finding in place.findings]
+        return f"{place.check.check} in {where}: {first_of(found)}"
     if story.kind == CRASH or len(place.checks) > 1:
         return f"{where}: {counted(len(place.checks), 'check')} not judged"
     return f"{place.check.check} in {where}"
