@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
+from pytest_fsdp_meta.checks.training.facts import Accumulation
 from tests.checks.evidence_factory import (
     KEPT,
     change,
@@ -150,6 +151,8 @@ def test_without_a_reference_groups_are_still_judged():
     evidence = undeclared(gathering(ALL), "reference", "values", "verifier", why="not declared")
     assert verdict(BOUNDED, evidence).status == "failed"
     assert "no reference was trained" in verdict(BOUNDED, undeclared(healthy(), "reference", why="no")).reason
+    few = on_runs(with_reference(healthy(), memory=()), None, accumulation=Accumulation(problem="'x' has 6 rows"))
+    assert verdict(BOUNDED, few).reason.endswith(" to be compared with: batch(0): 'x' has 6 rows; give it more rows")
     found = verdict(BOUNDED, on_runs(healthy(), None, memory=StepMemory(None, problem="no hooks")))
     assert found.status == "skipped"
     assert "what backward keeps is not compared: no hooks" in found.reason

@@ -215,7 +215,10 @@ def step_memory_bounded(view: View) -> Iterable[Finding]:
     yield from _gathered_as_one(view, ranks)
     reference = view.evidence.reference
     if reference is None or not reference.memory:
-        raise PartlyJudged("what backward keeps has nothing to be compared with, because no reference was trained")
+        short = [run.accumulation or run.short for run in view.evidence.training or ()]
+        problem = next((one.problem for one in short if one is not None and one.problem), "")
+        why = f": batch(0): {problem}; give it more rows" if problem else ", because no reference was trained"
+        raise PartlyJudged(f"what backward keeps has nothing to be compared with{why}")
     if problem := next((memory.problem for memory in (*ranks, *reference.memory) if memory.kept is None), ""):
         raise PartlyJudged(f"what backward keeps is not compared: {problem}")
     yield from _kept_too_much(view, ranks, reference.memory)
