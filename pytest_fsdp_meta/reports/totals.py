@@ -170,9 +170,12 @@ def _describe_place(story: Story, place: Place) -> str:
     if place.check is None:
         return where
     if place.findings:  # pytest's section of failures has their details
-        found = [describe_finding(replace(finding, detail="")) for finding in place.findings]
-        return f"{place.check.check} in {where}: {first_of(found)}"
-    if story.kind == CRASH or len(place.checks) > 1:
+        found = describe_finding(replace(place.findings[0], detail=""))
+        more = len(place.findings) - 1
+        return f"{place.check.check} in {where}: {found}" + (f"; {counted(more, 'more finding')}" if more else "")
+    if story.kind == CRASH:  # the line of the loader has the number of its checks
+        return where
+    if len(place.checks) > 1:
         return f"{where}: {counted(len(place.checks), 'check')} not judged"
     return f"{place.check.check} in {where}"
 

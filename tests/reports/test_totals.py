@@ -146,7 +146,7 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
         ("   where it starts: blocks.0.norm", {}),
         ("   remedy: load it", {}),
         (
-            f"   {IDS[0]} in t.py::test_y: a.weight, ranks 0, 1: on meta, but should be on a device and 1 more",
+            f"   {IDS[0]} in t.py::test_y: a.weight, ranks 0, 1: on meta, but should be on a device; 1 more finding",
             {},
         ),
         ("", {}),
