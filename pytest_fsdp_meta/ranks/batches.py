@@ -161,7 +161,8 @@ def requiring_parameters(where: str, call: str) -> Iterator[None]:
     except TypeError as error:
         frames = traceback.walk_tb(error.__traceback__)
         if call and all(_is_caller(frame.f_globals.get("__name__", "")) for frame, _ in frames):
-            raise Misuse(f"{where}: give a function that can be called as {call}; {error}") from None
+            short = str(error).rpartition("<locals>.")[2]  # "<lambda>() takes 1 positional argument but 2 were given"
+            raise Misuse(f"{where}: give a function that can be called as {call}; {short}") from None
         raise
 
 
