@@ -185,7 +185,7 @@ class ReferenceFacts:
         return self.source == "callable"
 
 
-def autocast_on_ranks(runs: Sequence[RankTraining], reference: ReferenceFacts | None) -> tuple[str, ...]:
+def autocast_of_ranks_only(runs: Sequence[RankTraining], reference: ReferenceFacts | None) -> tuple[str, ...]:
     """Return the dtypes of ``torch.autocast`` in the ranks' training steps that the reference's steps lack."""
     theirs = () if reference is None else reference.autocast
     return tuple(sorted({dtype for run in runs for dtype in run.autocast if dtype not in theirs}))
@@ -328,6 +328,12 @@ class Evidence:
     unavailable: Mapping[str, Unavailable] = field(default_factory=dict)
     tolerance: Mapping[str, float] = field(default_factory=dict)
     """Relative tolerances that the author set, by check id; "*" applies to all checks."""
+
+    @property
+    def computes_in(self) -> tuple[str, ...]:
+        """The dtypes in which the loader computes: those of its policies, and of autocast that only its steps use."""
+        autocast = autocast_of_ranks_only(self.training or (), self.reference)
+        return tuple(sorted({*self.inventory[0].computes_in, *autocast}))
 
     @cached_property
     def memo(self) -> dict[str, Any]:

@@ -168,7 +168,8 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
     reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
     missing = ""
     if isinstance(error, NotDeclared):
-        why, missing = KINDS["undeclared"], error.field
+        why = KINDS["undeclared"]
+        missing = error.field if error.field not in view.evidence.subject.declared else ""
     elif isinstance(error, PartlyJudged) and view.left_out:
         reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 
 class Explanation(TypedDict, total=False):
@@ -17,6 +17,12 @@ class Explanation(TypedDict, total=False):
     remedy: str
     cause_alone: str
     cause_sharded: str
+
+
+def extend(explanation: Explanation, cause: str, remedy: str) -> Explanation:
+    """Return the explanation with a text after each of its causes, and one after its remedy."""
+    extended = {key: f"{text}{remedy if key == 'remedy' else cause}" for key, text in explanation.items()}
+    return cast(Explanation, extended)
 
 
 def either(lead: str, alone: str, sharded: str, remedy: str) -> Explanation:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining, autocast_on_ranks
+from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
@@ -210,12 +209,11 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
     Add as well why the noise of the reference is unknown, if it could not be measured; and ``more`` before both.
     """
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
-    policy = view.evidence.inventory[0].computes_in
-    autocast = autocast_on_ranks(view.evidence.training or (), view.evidence.reference)
-    computed, how = (policy, "the mixed-precision policy") if policy else (autocast, "torch.autocast")
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
     sharper = ""
-    if own and set(computed) - own:
+    if own and (computed := [dtype for dtype in view.evidence.computes_in if dtype not in own]):
+        policy = view.evidence.inventory[0].computes_in
+        how = "the mixed-precision policy" if set(computed) <= set(policy) else "torch.autocast"
         sharper = f"; without {how}, this check sees smaller differences, and names their cause better"
         more += (
             f"; the loader computes in {' and '.join(computed)} ({how.removeprefix('the ')}), the reference in "
@@ -223,8 +221,7 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
         )
     if problem:
         more += f"; the noise of the reference could not be measured ({problem})"
-    added = {key: sharper if key == "remedy" else more for key in explanation}
-    return cast(Explanation, {key: f"{text}{added[key]}" for key, text in explanation.items()})
+    return extend(explanation, more, sharper)
 
 
 def explain_hooks_left_out(view: View) -> Explanation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pytest_fsdp_meta.checks.training.facts import BUFFERS, GRADIENTS, UNKNOWN_DTYPE
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
-from pytest_fsdp_meta.evidence import Comparison, Evidence, Measure, Noise, RankTraining, TensorNoise, autocast_on_ranks
+from pytest_fsdp_meta.evidence import Comparison, Evidence, Measure, Noise, RankTraining, TensorNoise
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.view import PartlyJudged, Selection, View
 
@@ -228,7 +228,7 @@ def _returned(view: View) -> set[str]:
     """
     found = {run.loss_dtype for run in view.evidence.training or () if run.loss_dtype}
     if UNKNOWN_DTYPE in found:
-        found |= {"float32", *view.evidence.inventory[0].computes_in}
+        found |= {"float32", *view.evidence.computes_in}
         found |= {t.dtype for t in view.evidence.inventory[0].tensors if t.kind == "parameter"}
     return found
 
@@ -236,8 +236,7 @@ def _returned(view: View) -> set[str]:
 def tolerance(view: View, by_dtype: Mapping[str, float], check_id: str = "") -> float:
     """Return the author's tolerance for the check, or that of the coarsest dtype of what ranks compute and reduce."""
     first = view.evidence.inventory[0]
-    autocast = autocast_on_ranks(view.evidence.training or (), view.evidence.reference)
-    computed = {*first.computes_in, *autocast, *first.reduces_in, *_returned(view)}
+    computed = {*view.evidence.computes_in, *first.reduces_in, *_returned(view)}
     return declared_or_coarsest(view, by_dtype, computed, check_id)
 
 

@@ -89,17 +89,12 @@ def shorten(value: object) -> str:
         return f"{kind} of {first_of(parts, 2)}"
     if isinstance(value, (list, tuple)) and any(map(_has_shape, value)):
         return f"{kind} of {first_of([shorten(part) for part in value], 2)}"
-    return "None" if value is None else f"{kind} {str(value)[:60]!r}"
+    text = str(value)[:60]
+    return "None" if value is None else f"{kind} {text if isinstance(value, (int, float)) else repr(text)}"
 
 
 def _has_shape(value: object) -> bool:
     return isinstance(getattr(value, "shape", None), tuple)
-
-
-class _Shown(str):
-    """The description of a part, in place of its repr."""
-
-    __repr__ = str.__str__
 
 
 def _torch(name: str) -> Any:
@@ -166,7 +161,7 @@ def _whole(value: object) -> tuple[object]:
 
 
 SOURCES, PATTERNS = "reference verifier export_reference", "on_some_ranks unsharded offloaded"
-NAME = "{part!r} should be a name or a pattern such as 'layers.*.weight'"
+NAME = "{shown} should be a name or a pattern such as 'layers.*.weight'"
 LISTED = "{value} should be a name, a pattern, or a list of them"
 Rule: TypeAlias = tuple[str, Callable[[Any], Iterable[Any]], Callable[[Any], object], str]
 """Fields, the parts of a value, what holds for each of them, and the problem of a part for which it does not.
@@ -190,9 +185,9 @@ RULES: tuple[Rule, ...] = (
     *(
         (SOURCES, _path, holds, problem)
         for holds, problem in (
-            (os.path.exists, "{part!r} does not exist; give a directory that holds *.safetensors files"),
-            (os.path.isdir, "{part!r} is a file; give a directory that holds *.safetensors files"),
-            (_has_weights, "{part!r} is not a directory that holds *.safetensors files"),
+            (os.path.exists, "{shown} does not exist; give a directory that holds *.safetensors files"),
+            (os.path.isdir, "{shown} is a file; give a directory that holds *.safetensors files"),
+            (_has_weights, "{shown} is not a directory that holds *.safetensors files"),
         )
     ),
     (
@@ -252,7 +247,7 @@ RULES: tuple[Rule, ...] = (
         "data_parallel",
         _whole,
         lambda one: one is None or (isinstance(one, tuple) and len(one) == 2 and _are_ranks(one) and one[0] < one[1]),
-        "{part!r} should be (index, size) with 0 <= index < size",
+        "{shown} should be (index, size) with 0 <= index < size",
     ),
     (
         "max_grad_norm",
@@ -264,7 +259,7 @@ RULES: tuple[Rule, ...] = (
         "loss_over_ranks",
         _whole,
         lambda one: one in LOSS_OVER_RANKS,
-        "invalid value {part!r} (choose mean, sum or same)",
+        "invalid value {shown} (choose mean, sum or same)",
     ),
     ("frozen drawn", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
     (PATTERNS, _whole, _is_list, LISTED),
@@ -277,18 +272,18 @@ RULES: tuple[Rule, ...] = (
         "{value} should be the slice of the rows that are drawn, without a step, such as slice(56, None)",
     ),
     ("kept_attributes", _whole, _is_list, "{value} should be a name, or a list of them"),
-    ("kept_attributes", _names, _is_name, "{part!r} should be the name of an attribute"),
+    ("kept_attributes", _names, _is_name, "{shown} should be the name of an attribute"),
     (
         "kept_attributes",
         _names,
         lambda name: not hasattr(_torch("nn.Parameter"), name),
-        "every parameter has {part!r}; give custom attributes, such as '_fsdp_no_shard'",
+        "every parameter has {shown}; give custom attributes, such as '_fsdp_no_shard'",
     ),
     (
         "tied",
         lambda one: one if isinstance(one, (list, tuple)) else [one],
         lambda group: isinstance(group, (list, tuple)) and len(group) > 1,
-        "{part!r} should be a group of two or more names: tied=[('a', 'b')]",
+        "{shown} should be a group of two or more names: tied=[('a', 'b')]",
     ),
     ("tied", lambda groups: [name for group in groups for name in group], _is_name, NAME),
     (
@@ -303,7 +298,7 @@ RULES: tuple[Rule, ...] = (
         lambda one: (
             isinstance(one, bool) or (isinstance(one, (list, tuple, set, frozenset, range)) and _are_ranks(one))
         ),
-        "{part!r} should be True, or the ranks that may hold the whole model, such as (0,)",
+        "{shown} should be True, or the ranks that may hold the whole model, such as (0,)",
     ),
     (
         "placements",
@@ -321,8 +316,9 @@ def check_fields(subject: Any) -> None:
         for field in fields.split():
             for part in parts(getattr(subject, field)):
                 if not holds(part):
-                    shown = _Shown(shorten(part)) if _has_shape(part) else part
-                    raise SubjectError(field, problem.format(field=field, part=shown, value=shorten(part)))
+                    shown = shorten(part) if _has_shape(part) else repr(part)
+                    message = problem.format(field=field, part=part, shown=shown, value=shorten(part))
+                    raise SubjectError(field, message)
     for name, other in (("save", "resume"), ("resume", "save")):
         if getattr(subject, name) is not None and getattr(subject, other) is None:
             raise SubjectError(name, f"set without {other}; set both or neither")

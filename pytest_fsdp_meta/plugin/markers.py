@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, ov
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import shards_data
 from pytest_fsdp_meta.loader.call import BODY
-from pytest_fsdp_meta.text import escape_controls, first_of
+from pytest_fsdp_meta.text import escape_controls
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
 if TYPE_CHECKING:
@@ -194,11 +194,7 @@ def read_conformance_spec(
     process_group = _process_group(arguments.get("process_group", "plugin"))
     unsimulated = _why_not_simulated(arguments) if simulated_sizes else ""
     simulated = _simulated_meshes(arguments, () if unsimulated else simulated_sizes)
-    if arguments.get("simulate_ranks") is not None and arguments.get("simulate") is None and not simulated_sizes:
-        raise ValueError("simulate_ranks are ranks of a simulated world; add its size, simulate=512, or remove them")
     checks = _only(arguments.get("only"), catalogue)
-    if arguments.get("only") is not None and set(checks) <= skip.keys():
-        raise ValueError(f"only and skip both name {first_of(checks)}, so no check is left; remove one of the two")
     for argument, ids in (("skip", skip), ("xfail", xfail)):
         left_out = [id for id in ids if id not in checks]
         if left_out:

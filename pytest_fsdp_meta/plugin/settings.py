@@ -272,7 +272,7 @@ def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[s
 
 
 def _check_ini_keys(config: pytest.Config) -> None:
-    """Raise UsageError for the first key in the ini file that is like an option of this plugin, but that none has.
+    """Raise UsageError for the first key in the ini file that misspells an option of this plugin, or that it had once.
 
     Other plugins and conftest files may have registered keys that begin with the same word.
     """
@@ -282,9 +282,8 @@ def _check_ini_keys(config: pytest.Config) -> None:
             continue
         if instead := GONE.get(f"--{key.replace('_', '-')}"):
             raise pytest.UsageError(f"ini option {key}: there is no such option any more; {instead}")
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
-        raise pytest.UsageError(f"ini option {key}: there is no such option; {hint}")
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.75):
+            raise pytest.UsageError(f"ini option {key}: there is no such option; did you mean {near[0]}?")
 
 
 def _is_registered(config: pytest.Config, key: str) -> bool:

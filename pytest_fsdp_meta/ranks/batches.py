@@ -153,14 +153,19 @@ def calling(where: str, call: str = "") -> Iterator[None]:
         raise CallFailed(where) from _first_failure(error)
 
 
+REFUSED_CALL = re.compile(r" takes |missing \d+ required|unexpected keyword argument|multiple values for argument")
+"""What Python says where a function cannot be called with the arguments that it gets."""
+
+
 @contextmanager
 def requiring_parameters(where: str, call: str) -> Iterator[None]:
     """Raise Misuse if the author's function cannot be called with these arguments, which ``call`` shows."""
     try:
         yield
     except TypeError as error:
-        frames = traceback.walk_tb(error.__traceback__)
-        if call and all(_is_caller(frame.f_globals.get("__name__", "")) for frame, _ in frames):
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # A function in C has no frame, so that the error may be one of its own.
+        if call and REFUSED_CALL.search(str(error)) and all(map(_is_caller, modules)):
             short = str(error).rpartition("<locals>.")[2]  # "<lambda>() takes 1 positional argument but 2 were given"
             raise Misuse(f"{where}: give a function that can be called as {call}; {short}") from None
         raise

@@ -49,8 +49,8 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
             )
             for name, kind, t in named_tensors(model)
         ]
-    carried = {key for _, _, tensor in named_tensors(model) for key in vars(tensor)} if attributes else set[str]()
-    carried.discard("_is_param")  # torch marks parameters of tensor subclasses with it
+    own = (key for _, _, tensor in named_tensors(model) for key in vars(tensor)) if attributes else ()
+    carried = {key for key in own if key != "_is_param"}  # torch marks parameters of tensor subclasses with it
     return RankInventory(rank, device, tuple(tensors), custom_attributes=tuple(sorted(carried)))
 
 

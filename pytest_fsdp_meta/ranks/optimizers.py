@@ -254,12 +254,12 @@ def _names_by_id(model: Module) -> dict[int, set[str]]:
 def optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return torch's state dict of the optimizer, by name.
 
-    Raises SubjectError if the optimizer holds parameters that are not the model's: torch raises ``KeyError: 0``.
+    Raises SubjectError if torch raises a KeyError, because the optimizer holds parameters that are not the model's.
     """
     try:
         state: dict[str, Any] = get_optimizer_state_dict(model, parts_of_optimizer(optimizer))
         return state
-    except KeyError:
+    except KeyError:  # not looked for before: DeepSpeed's and FSDP1's optimizers hold others, and torch knows them
         names = _names_by_id(model)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not (others := [parameter for parameter in held if id(parameter) not in names]):

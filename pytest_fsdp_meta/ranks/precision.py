@@ -32,14 +32,14 @@ def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @contextmanager
 def noting_autocast(device: torch.device) -> Iterator[set[str]]:
-    """Yield the dtypes of each ``torch.autocast`` for the device that is entered, in a forward or around it."""
+    """Yield the dtypes of each ``torch.autocast`` for the device that is entered where gradients are computed."""
     found: set[str] = set()
     enter = torch.autocast.__enter__
 
     def noting(autocast: torch.autocast) -> Any:
         entered = enter(autocast)
-        if torch.is_autocast_enabled(device.type):
-            found.update(_names(iter([torch.get_autocast_dtype(device.type)])))
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(device.type):
+            found.add(str(torch.get_autocast_dtype(device.type)).removeprefix("torch."))
         return entered
 
     torch.autocast.__enter__ = noting

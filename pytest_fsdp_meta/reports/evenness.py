@@ -29,18 +29,6 @@ class _ShardedDim:
         return prod(self.mesh[index][1] for index in self.over)
 
 
-@dataclass(frozen=True)
-class _Larger:
-    """A mesh in which the dimension ``name`` has the size ``ranks`` instead of ``before``, and the world ``size``."""
-
-    name: str | None
-    size: int
-    ranks: int
-    before: int
-    mesh: Dims
-    uneven: tuple[_ShardedDim, ...]
-
-
 def evenness_of(
     world: WorldFacts, inventory: Sequence[RankInventory], training: Sequence[RankTraining] | None
 ) -> Evenness | None:
@@ -48,44 +36,44 @@ def evenness_of(
     sharded = [place for tensor in inventory[0].tensors for place in _sharded_dims(tensor)]
     if all(one.parts == 1 for one in sharded):
         return None
-    smallest = min(_uneven_meshes(world, sharded), key=lambda larger: larger.size)
-    return Evenness(
-        even=not any(one.size % one.parts for one in sharded),
-        ranks=smallest.size,
-        tensors=tuple(f"{one.name} ({one.size} on dim {one.dim})" for one in smallest.uneven),
-        rows=_rows_on(world, smallest, {one.parts for one in sharded}, training[0]) if training else 0,
-        mesh=smallest.mesh,
-    )
+    return min(_uneven_worlds(world, sharded, training[0] if training else None), key=lambda found: found.ranks)
 
 
-def _uneven_meshes(world: WorldFacts, sharded: Sequence[_ShardedDim]) -> Iterator[_Larger]:
-    """Yield the mesh of the world with another size of one dimension, for each dimension that shards something."""
-    by_dimension: dict[object, list[_ShardedDim]] = {}
+def _uneven_worlds(
+    world: WorldFacts, sharded: Sequence[_ShardedDim], training: RankTraining | None
+) -> Iterator[Evenness]:
+    """Yield the smallest uneven world by another size of one mesh dimension, for each that shards something."""
+    even = not any(one.size % one.parts for one in sharded)
+    by_dimension: dict[object, list[tuple[_ShardedDim, int]]] = {}
     for one in sharded:
         for index in one.over:
-            by_dimension.setdefault(one.mesh[index][0] or index, []).append(one)
-    for dimension, divided in by_dimension.items():
-        ranks = next(ranks for ranks in count(2) if any(one.size % ranks for one in divided))
-        own = divided[0].mesh
-        index = next(index for index in divided[0].over if dimension in (own[index][0], index))
-        known = world.mesh if own[index] in world.mesh else own  # the loader may have made the mesh
-        at = known.index(own[index])
-        yield _Larger(
-            name=own[index][0],
-            size=world.size // own[index][1] * ranks,
-            ranks=ranks,
-            before=own[index][1],
-            mesh=(*known[:at], (own[index][0], ranks), *known[at + 1 :]),
-            uneven=tuple(one for one in divided if one.size % ranks),
+            by_dimension.setdefault(one.mesh[index][0] or index, []).append((one, index))
+    for divided in by_dimension.values():
+        # What the other dimensions of the mesh divide into, and the dim itself.
+        shares = [(one, one.parts // one.mesh[index][1]) for one, index in divided]
+        ranks = next(ranks for ranks in count(2) if any(one.size % (others * ranks) for one, others in shares))
+        first, at = divided[0]
+        mesh, (name, before) = first.mesh, first.mesh[at]
+        if name is not None and (name, before) in world.mesh:  # else the loader made the mesh
+            mesh, at = world.mesh, world.mesh.index((name, before))
+        rows = 0
+        if training is not None and not splits_model(name):
+            rows = _rows_on(world, {one.parts for one in sharded}, training, (before, ranks))
+        yield Evenness(
+            even,
+            world.size // before * ranks,
+            tuple(f"{one.name} ({one.size} on dim {one.dim})" for one, others in shares if one.size % (others * ranks)),
+            rows,
+            (*mesh[:at], (name, ranks), *mesh[at + 1 :]),
         )
 
 
-def _rows_on(world: WorldFacts, larger: _Larger, parts: set[int], training: RankTraining) -> int:
+def _rows_on(world: WorldFacts, parts: set[int], training: RankTraining, change: tuple[int, int]) -> int:
     """Return ``Evenness.rows``. It is known if every rank has rows of its own, or as many share them as the tensors."""
-    slices = training.data_parallel[1]
-    if splits_model(larger.name) or (slices != world.size and parts - {1} != {slices}):
+    slices, (before, ranks) = training.data_parallel[1], change
+    if slices != world.size and parts - {1} != {slices}:
         return 0
-    needed = slices // larger.before * larger.ranks
+    needed = slices // before * ranks
     return training.rows * needed if training.rows * slices % needed else 0
 
 

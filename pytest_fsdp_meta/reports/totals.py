@@ -192,8 +192,7 @@ def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     if not known or not all(evenness.even for _, evenness in known):
         return
     loader, first = min(known, key=lambda pair: pair[1].ranks)
-    is_whole = [size for _, size in first.mesh] in ([], [first.ranks])
-    mesh = "" if is_whole else f" ({describe_mesh(first.mesh)})"
+    mesh = f" ({describe_mesh(first.mesh)})" if len(first.mesh) > 1 else ""
     batch = f", with a batch of {first.rows} rows," if first.rows else ""
     yield (
         f"every shard was even, so padding was not tested; {first.ranks} ranks{mesh}{batch} would divide "

@@ -11,7 +11,14 @@ from pytest_fsdp_meta.catalogue import Selection, built_in, judge
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.checks.training.facts import BUFFERS, GRADIENTS
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE, smallest
-from pytest_fsdp_meta.evidence import Evidence, Noise, RankInventory, RankTraining, ReferenceFacts, autocast_on_ranks
+from pytest_fsdp_meta.evidence import (
+    Evidence,
+    Noise,
+    RankInventory,
+    RankTraining,
+    ReferenceFacts,
+    autocast_of_ranks_only,
+)
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -61,9 +68,9 @@ def with_noise(
     folder: Path,
 ) -> tuple[RankTraining, ...]:
     """Return the runs with the noise of their slices; ``inventory`` is that of any rank."""
-    autocast, reducing = autocast_on_ranks(runs, reference), inventory.reduces_in
-    computing = (*_trained_dtypes(inventory), *inventory.computes_in, *autocast)
-    whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], computing, reducing, reference)
+    autocast = autocast_of_ranks_only(runs, reference)
+    dtypes = (*_trained_dtypes(inventory), *inventory.computes_in, *autocast), inventory.reduces_in
+    whole, factors = _measure(reference_world, recipe, folder, runs[0].data_parallel[1], *dtypes, reference)
     if whole.problem:
         return tuple(replace(run, noise=whole) for run in runs)
     own = run_on(ranks, on_ranks.noise.read_noise, str(folder), factors)
@@ -144,7 +151,7 @@ def trace_step(
     if unknown := _unknown(evidence, trained):
         return _left_out(runs, step, f"the reference lacks the loaded values of {unknown[0]}")
     dtypes = {t.dtype for t in inventory[0].tensors if t.kind == "parameter"}
-    computing = sorted({*dtypes, *inventory[0].computes_in, *autocast_on_ranks(runs, evidence.reference)})
+    computing = sorted({*dtypes, *evidence.computes_in})
     backward = "train_step" not in evidence.subject.declared
     size = runs[0].data_parallel[1]
     try:

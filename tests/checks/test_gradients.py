@@ -585,3 +585,18 @@ def test_gradients_that_are_not_clipped_as_declared(factor, cause):
     for name in (EMBEDDING, MIDDLE, HEAD):
         on_one = remeasured(remeasured(on_one, name, factor, ranks=[0]), name, apart=9.0, ranks=[1])
     assert not any(f.cause.startswith("their norm is ") for f in verdict(PARITY, on_one).findings)
+
+
+@pytest.mark.parametrize(
+    ("factor", "norm", "cause"),
+    [
+        (0.6, 0.4, "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms"),
+        (3.0, 0.4, "the loss or its gradients are multiplied by a constant that the reference does not have"),
+        (3.0, 0.6, "train_step does not clip to max_grad_norm"),
+    ],
+    ids=["smaller below the bound", "larger below the bound", "larger above it"],
+)
+def test_clipping_is_named_only_where_it_can_be_the_cause(factor, norm, cause):
+    declared = healthy().subject.declared | {"train_step", "max_grad_norm"}
+    evidence = declare(with_reference(healthy(), norm_before_clipping=norm), declared=declared, max_grad_norm=0.5)
+    assert cause_of(remeasured(evidence, MIDDLE, factor)).startswith(cause)

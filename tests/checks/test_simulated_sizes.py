@@ -192,9 +192,19 @@ def parameter(name: str, rows: int) -> TensorFacts:
     return TensorFacts(name, "parameter", (rows, 4), part, runs, "float32", "meta", **layout)
 
 
-@pytest.mark.parametrize(("rows", "sent", "padded"), [(8, 1024, True), (8, 4096, False), (64, 1024, False)])
-def test_a_short_dim_that_is_padded_is_the_cause(rows, sent, padded):
-    sizes = size(64, gathered(64, sent, "dp")), size(8, gathered(8, sent // 8, "dp"))
+@pytest.mark.parametrize(
+    ("rows", "sent", "dim", "padded"),
+    [
+        (8, 1024, "dp_shard", True),
+        (8, 1024, "tp", False),
+        (8, 4096, "dp_shard", False),
+        (8, 256, "dp_shard", False),
+        (64, 1024, "dp_shard", False),
+    ],
+    ids=["padded", "over another dim", "little of it", "more than all of it", "even"],
+)
+def test_a_short_dim_that_is_padded_is_the_cause(rows, sent, dim, padded):
+    sizes = size(64, gathered(64, sent, dim)), size(8, gathered(8, sent // 8, dim))
     [finding] = judged(*sizes, tensors=(parameter("a", rows), parameter("w", 6400))).findings
     expected = "dim 0 of a is 8 long, and collectives pad it to a multiple of the 64 ranks"
     assert (finding.cause == expected) == padded

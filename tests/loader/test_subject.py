@@ -59,7 +59,7 @@ def test_declared_fields_are_recorded(tmp_path):
     [
         (
             {"reference": 3},
-            "reference=...): int '3' should be a callable that builds the model, or a checkpoint directory",
+            "reference=...): int 3 should be a callable that builds the model, or a checkpoint directory",
         ),
         (
             {"reference": nn.Linear(2, 2)},
@@ -105,7 +105,7 @@ def test_declared_fields_are_recorded(tmp_path):
         ),
         (
             {"scheduler": 3},
-            "scheduler=...): int '3' should be scheduler(optimizer), or a scheduler with step() and state_dict()",
+            "scheduler=...): int 3 should be scheduler(optimizer), or a scheduler with step() and state_dict()",
         ),
         (
             {"scheduler": LambdaLR(SGD(nn.Linear(2, 2).parameters()), lambda step: 1.0)},
@@ -123,7 +123,7 @@ def test_declared_fields_are_recorded(tmp_path):
         ),
         (
             {"beside": {"ema": 3}},
-            "beside=...): 'ema' is int '3', but should be an object with state_dict() and load_state_dict(), or a "
+            "beside=...): 'ema' is int 3, but should be an object with state_dict() and load_state_dict(), or a "
             "function of the model that returns one",
         ),
         (
@@ -135,7 +135,7 @@ def test_declared_fields_are_recorded(tmp_path):
                 {"max_grad_norm": value},
                 f"max_grad_norm=...): {shown} should be a positive number, the norm to which training clips",
             )
-            for value, shown in ((0, "int '0'"), (-1.0, "float '-1.0'"), ("1.0", "str '1.0'"), (True, "bool 'True'"))
+            for value, shown in ((0, "int 0"), (-1.0, "float -1.0"), ("1.0", "str '1.0'"), (True, "bool True"))
         ),
         (
             {"max_grad_norm": 1.0},
@@ -147,7 +147,7 @@ def test_declared_fields_are_recorded(tmp_path):
         ),
         (
             {"adapter": 3},
-            "adapter=...): int '3' is not callable; give a function adapter(name, tensor) -> Part or None",
+            "adapter=...): int 3 is not callable; give a function adapter(name, tensor) -> Part or None",
         ),
         ({"save": print}, "save=...): set without resume; set both or neither"),
         ({"resume": print}, "resume=...): set without save; set both or neither"),
@@ -172,18 +172,18 @@ def test_declared_fields_are_recorded(tmp_path):
             )
             for rows in (56, slice(0, 8, 2), slice(0.5, None))
         ),
-        ({"drawn": 3}, "drawn=...): int '3' should be a name, a pattern, or a list of them"),
+        ({"drawn": 3}, "drawn=...): int 3 should be a name, a pattern, or a list of them"),
         ({"on_some_ranks": [""]}, "on_some_ranks=...): '' should be a name or a pattern such as 'layers.*.weight'"),
         ({"loss_over_ranks": "max"}, "loss_over_ranks=...): invalid value 'max' (choose mean, sum or same)"),
         ({"loss_over_ranks": None}, "loss_over_ranks=...): invalid value None (choose mean, sum or same)"),
-        ({"unsharded": 3}, "unsharded=...): int '3' should be a name, a pattern, or a list of them"),
+        ({"unsharded": 3}, "unsharded=...): int 3 should be a name, a pattern, or a list of them"),
         (
             {"unsharded": {"a": "b"}},
             "unsharded=...): dict \"{'a': 'b'}\" should be a name, a pattern, or a list of them",
         ),
         ({"offloaded": [""]}, "offloaded=...): '' should be a name or a pattern such as 'layers.*.weight'"),
-        ({"kept_attributes": True}, "kept_attributes=...): bool 'True' should be a name, or a list of them"),
-        ({"kept_attributes": 5}, "kept_attributes=...): int '5' should be a name, or a list of them"),
+        ({"kept_attributes": True}, "kept_attributes=...): bool True should be a name, or a list of them"),
+        ({"kept_attributes": 5}, "kept_attributes=...): int 5 should be a name, or a list of them"),
         ({"kept_attributes": [5]}, "kept_attributes=...): 5 should be the name of an attribute"),
         (
             {"kept_attributes": ("_mine", "data")},

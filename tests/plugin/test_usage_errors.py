@@ -50,14 +50,6 @@ WRONG = [
         "'no_meta_params' is in both skip and xfail; remove it from one",
     ),
     (
-        "only='no_meta_params', skip={'no_meta_params': 'why'}",
-        "only and skip both name no_meta_params, so no check is left; remove one of the two",
-    ),
-    (
-        "simulate_ranks=[1]",
-        "simulate_ranks are ranks of a simulated world; add its size, simulate=512, or remove them",
-    ),
-    (
         "skip={'no_meta_params': ' '}",
         "skip={'no_meta_params': ' '} should be a dict of check ids to reasons, such as {'loss_parity': 'bf16 router'}",
     ),

@@ -11,7 +11,7 @@ import pytest
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.checks.collectives.facts import Collective, RankCollectives
-from pytest_fsdp_meta.evidence import Evidence, RankInventory, RankTraining, WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, RankTraining, WorldFacts
 from pytest_fsdp_meta.reports.evenness import evenness_of
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
@@ -237,10 +237,22 @@ def test_a_mesh_that_the_loader_made_is_named_in_place_of_the_worlds() -> None:
     assert even == Evenness(True, 6, ("a.weight (8 on dim 0)",), mesh=((None, 3),))
 
 
+def test_the_dimension_that_shards_grows_where_none_has_a_name() -> None:
+    tensor = parameter("a.weight", (8, 4), {None: 2, "tp": 2}, ["R", "S(0)"], (0, 0))
+    mesh = MeshFacts((None, None), (2, 2), (0, 0))
+    world = WorldFacts(4, (("dp_shard", 4),), "cpu", "gloo")
+    even = evenness_of(world, [RankInventory(0, "cpu", (replace(tensor, mesh=mesh),))], None)
+    assert even is not None
+    assert even.mesh == ((None, 2), (None, 3))
+
+
 def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:
     shared = evenness({"a.weight": (6, 4)}, {"dp_shard": 2, "tp": 2}, ["_S(0, 2)", "S(0)"])
     assert shared is not None
     assert not shared.even
+    four = evenness({"a.weight": (12, 4)}, {"dp_shard": 2, "tp": 2}, ["_S(0, 2)", "S(0)"])
+    assert four is not None
+    assert (four.even, four.ranks, four.mesh) == (True, 8, (("dp_shard", 4), ("tp", 2))), "12 rows in 8 parts"
     assert evenness({"a.weight": (6, 4)}, {"dp_replicate": 4}, ["R"]) is None
     assert evenness({"a.weight": (0, 4)}, {"dp_shard": 2}, ["S(0)"]) is None
 

@@ -232,6 +232,21 @@ class OfViews(OfOwnShards):
         self.own = {name: local(parameter) for name, parameter in model.named_parameters()}
 
 
+class HoldsTheWeights:
+    """Part of a loss that computes with weights of the model, and updates nothing."""
+
+    def __init__(self, model):
+        self.own = {name: local(parameter) for name, parameter in model.named_parameters()}
+
+    state_dict = OfOwnShards.state_dict
+    load_state_dict = OfOwnShards.load_state_dict
+
+
+def test_objects_that_average_nothing_may_share_parameters_with_the_model():
+    found = judged(plain_step, ("beside_parity",), beside={"loss": HoldsTheWeights})["beside_parity"]
+    assert found.status == "passed", found
+
+
 def test_an_average_that_is_the_parameters_themselves():
     found = judged(plain_step, ("beside_parity",), beside={"ema": OfViews})["beside_parity"]
     expected = [(f"ema.{name}", "is a parameter of the model itself") for name in build().state_dict()]

@@ -90,7 +90,7 @@ BAD_LOSSES = {
         lambda m, b: m(b["x"]),
         f"it returned Tensor of shape (4, 2), {SCALAR}; reduce it with .mean() or .sum()",
     ),
-    "a number": (lambda m, b: -0.5, f"it returned float '-0.5', {SCALAR}"),
+    "a number": (lambda m, b: -0.5, f"it returned float -0.5, {SCALAR}"),
 }
 
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from fixtures.forms_optimizers import StochasticallyRounding, own, rounded_by_chance
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.evidence import Evidence, Noise, autocast_on_ranks
+from pytest_fsdp_meta.evidence import Evidence, Noise, autocast_of_ranks_only
 from pytest_fsdp_meta.worlds import Rank
 from tests import trial_help
 
@@ -125,7 +125,7 @@ def cast_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[st
 
 def test_autocast_in_the_step_alone_is_a_lower_precision():
     evidence = observe(SINGLE, train_step=cast_step)
-    assert autocast_on_ranks(evidence.training, evidence.reference) == ("bfloat16",)
+    assert autocast_of_ranks_only(evidence.training, evidence.reference) == ("bfloat16",)
     assert statuses(evidence) == {"passed"}
     wrong = judge(built_in()["grad_parity"], observe(SINGLE, scale=1.1, train_step=cast_step), built_in()).findings
     assert {finding.tensor for finding in wrong} == {"2.weight"}
@@ -133,7 +133,7 @@ def test_autocast_in_the_step_alone_is_a_lower_precision():
 
 def test_autocast_in_the_reference_as_well_is_measured_there():
     evidence = observe(SINGLE, train_step=cast_step, loss=in_autocast)
-    assert autocast_on_ranks(evidence.training, evidence.reference) == ()
+    assert autocast_of_ranks_only(evidence.training, evidence.reference) == ()
     assert statuses(evidence) == {"passed"}
 
 

@@ -311,12 +311,11 @@ def validating(every: int) -> Any:
     return step
 
 
-@pytest.mark.parametrize(("every", "left"), [(1, ("",)), (2, ("",)), (1000, ())])
-def test_an_evaluation_in_some_steps_shows_in_the_training(every, left):
-    evidence = observed(["modules_train"], partial(load, train_step=validating(every)))
-    assert {run.left for run in evidence.training} == {left}
+def test_an_evaluation_in_some_steps_shows_in_the_training():
+    evidence = observed(["modules_train"], partial(load, train_step=validating(every=2)))
+    assert {run.left for run in evidence.training} == {("",)}
     found = judged(evidence, "modules_train")
-    expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")] if left else []
+    expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")]
     assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == expected
 
 

@@ -280,6 +280,8 @@ def test_an_attribute_that_a_rank_lacks_is_named_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"^fsdp has no attribute 'zzz'; it has rank, local_rank, world_size, "):
         rank.zzz  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(rank, "__deepcopy__")
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'type'"):
+        rank.simulated  # noqa: B018
 
 
 def test_closing_ends_ranks_and_removes_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

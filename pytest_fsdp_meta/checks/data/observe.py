@@ -123,7 +123,10 @@ def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
 def _read_and_save(
     loader: Iterable[Any], coming: Iterable[tuple[str, ...]], most: int, folder: str | None, after: int
 ) -> RankBatches:
-    """Read the batches that are ``coming``, at most this many, and save in the folder ``after`` some of them."""
+    """Read the batches that are ``coming``, and save in the folder ``after`` some of them.
+
+    With fewer than ``most``, the epoch has ended.
+    """
     rank, subject = current(), resharded_subject()
     batches = []
     for batch in coming:

@@ -44,7 +44,7 @@ class Accumulation:
     without_gradient: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
     problem: str = ""
-    """Why the batch cannot be divided into micro-batches, or empty."""
+    """Why the batch cannot be divided into micro-batches, and what would help; or empty."""
     refused: str = ""
     """The error that a hook of the optimizer's step raised, or the author's step, or empty."""
 
@@ -185,7 +185,7 @@ class RankTraining:
     loss_dtype: str = ""
     """The dtype in which the loss was returned."""
     autocast: tuple[str, ...] = ()
-    """The dtypes of ``torch.autocast`` in the training steps."""
+    """The dtypes of ``torch.autocast`` in the training steps, around the model or within it."""
     left: tuple[str, ...] = ()
     """As in ``RankTrainingMode``, of the first of the author's steps and a later one."""
     batches: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class RankTraining:
     beside_alone: tuple[str, ...] = ()
     """The tensors beside the model that have no counterpart in what the reference keeps."""
     beside_aliases: tuple[str, ...] = ()
-    """The tensors beside the model that are parameters which train, or views of them."""
+    """The tensors of averages that are parameters which train, or views of them."""
     followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
     the parameters that they are named after."""

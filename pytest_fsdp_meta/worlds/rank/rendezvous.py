@@ -52,6 +52,8 @@ class Rank:
 
         def __getattr__(self, name: str) -> NoReturn:
             known = [one for one in (*self.__dataclass_fields__, *vars(Rank)) if not one.startswith("_")]
+            if name in known:  # its own error
+                return object.__getattribute__(self, name)
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             raise AttributeError(f"fsdp has no attribute {name!r}; {hint}")

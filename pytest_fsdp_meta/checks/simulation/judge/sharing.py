@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from pytest_fsdp_meta.checks.memory.judge import stacks_of
-from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize
+from pytest_fsdp_meta.checks.simulation.facts import FACTORS, SimulatedSize, Traffic
 from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import (
     TensorFacts,
@@ -105,19 +105,26 @@ def _shares(tensor: TensorFacts) -> Iterator[tuple[int, int]]:
     yield from by_dim.items()
 
 
-def explain_padding(view: View, sent: int) -> Explanation:
-    """Explain traffic by dims that are shorter than the ranks, if they are padded to at least half of it; else {}."""
-    tensors = {t.identity: t for t in view.evidence.inventory[0].tensors if t.kind == "parameter" and t.placements}
-    padded = {name: _bytes(t) * _excess(t) for name, t in tensors.items() if _excess(t) > SLACK}
-    if not padded or sum(padded.values()) < sent / 2:
+def explain_padding(view: View, part: Traffic) -> Explanation:
+    """Explain traffic by dims that are padded to a multiple of the ranks, if these tensors are about all of it."""
+    tensors = {t.identity: t for t in view.evidence.inventory[0].tensors if _is_sharded_over(t, part.dims)}
+    padded = {one: _bytes(tensor) * _excess(tensor) for one, tensor in tensors.items() if _excess(tensor) > SLACK}
+    # They are gathered once or twice, in their own dtype or in one of half of its size.
+    if not padded or not part.nbytes / 2 <= sum(padded.values()) <= 2 * part.nbytes:
         return {}
-    tensor = tensors[max(padded, key=lambda name: padded[name])]
+    tensor = tensors[max(padded, key=lambda one: padded[one])]
     dim, ranks = max(_shares(tensor), key=lambda share: _chunk_excess(tensor.shape[share[0]], share[1]))
     return {
         "cause": f"dim {dim} of {tensor.name} is {tensor.shape[dim]} long, and collectives pad it to a multiple of the "
         f"{ranks} ranks",
         "remedy": _LONGER_DIM,
     }
+
+
+def _is_sharded_over(tensor: TensorFacts, dims: Sequence[str]) -> bool:
+    """Return whether it is a parameter that a mesh with one of these dimensions shards."""
+    named = zip(tensor.mesh.dims if tensor.mesh else (), tensor.placements or (), strict=True)
+    return tensor.kind == "parameter" and any(dim in dims and sharded_dim(p) is not None for dim, p in named)
 
 
 def _empty_chunks(length: int, ranks: int) -> int:

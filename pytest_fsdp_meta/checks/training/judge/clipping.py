@@ -10,13 +10,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, reduced_by_the_optimizer
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Clipping, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either, extend
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -140,8 +139,7 @@ def _with_problem(view: View, explanation: Explanation) -> Explanation:
         return explanation
     more = f"; the reference clips with torch's function, because yours {problem}"
     remedy = "; if it clips by another norm or by groups, let it run on one device too"
-    added = {key: f"{text}{remedy if key == 'remedy' else more}" for key, text in explanation.items()}
-    return cast(Explanation, added)
+    return extend(explanation, more, remedy)
 
 
 _WRONG_NORM: dict[bool, Explanation] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from pytest_fsdp_meta.evidence import StaleWeight
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -98,9 +99,9 @@ def modules_train(view: View) -> Iterable[Finding]:
     evaluating = [(rank, name) for rank, step in enumerate(steps) for name in step.evaluating]
     for name, ranks in ranks_by(evaluating).items():
         yield Finding(name or None, ranks, _PART if name else _WHOLE, "in train()")
-    trained = [run.left for run in view.evidence.training or ()] or [()] * len(steps)
-    left_in = [dict.fromkeys((*step.left, *own)) for step, own in zip(steps, trained, strict=True)]
-    left = [(rank, name) for rank, names in enumerate(left_in) for name in names]
+    in_training = enumerate(run.left for run in view.evidence.training or ())
+    seen = chain(enumerate(step.left for step in steps), in_training)
+    left = dict.fromkeys((rank, name) for rank, names in seen for name in names)
     for name, ranks in ranks_by(left).items():
         yield Finding(name or None, ranks, _LEFT, "in train()", **_NEVER_BACK)
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]

@@ -63,7 +63,7 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
                 "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
                 "(torch.distributed.nn.functional)"
             )
-    return {"cause": cause, "remedy": remedy, "cause_alone": _CONSTANT}
+    return {"cause": cause, "remedy": remedy, "cause_alone": CONSTANT}
 
 
 def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
@@ -76,12 +76,13 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
         }
     bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
-    if bound is not None and (norm is None or norm > bound):
+    shrinks = Fraction(factor) < 1  # clipping enlarges nothing
+    if bound is not None and (shrinks or norm is None or norm > bound):
         return NOT_CLIPPED
-    if "train_step" in view.evidence.subject.declared and Fraction(factor) < 1:  # clipping enlarges nothing
+    if shrinks and "train_step" in view.evidence.subject.declared:
         return _SCALED_BY_STEP
     return {
-        "cause": _CONSTANT,
+        "cause": CONSTANT,
         "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
     }
 
@@ -173,7 +174,7 @@ NOT_CLIPPED: Explanation = {
     "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
     "is declared; then check loss scaling and accumulation",
 }
-_CONSTANT = (
+CONSTANT = (
     "the loss or its gradients are multiplied by a constant that the reference does not have, such as the number of "
     "micro-batches that it is not divided by"
 )

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.checks.training.judge.backward import (
 )
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
+    CONSTANT,
     NOT_CLIPPED,
     explain_clipping,
     explain_factor,
@@ -87,8 +88,10 @@ def grad_parity(view: View) -> Iterable[Finding]:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
         elif before := [*_scaled_below_the_bound(view, runs)]:
             found = [*before, *(finding.explained_by(_BEFORE_CLIPPING) for finding in found)]
-        elif module := explain_settings(view.evidence.traces, departing) or explain_module(view):
-            found = [finding.explained_by(module) for finding in found]
+        elif configured := explain_settings(view.evidence.traces, departing):
+            found = [finding.explained_by(configured) for finding in found]
+        elif module := explain_module(view):
+            found = [finding if finding.cause_alone == CONSTANT else finding.explained_by(module) for finding in found]
         elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
             found = [
                 finding.explained_by(_ENTERS_LATER) if finding.cause in _OF_WHOLE_STEPS else finding
@@ -106,7 +109,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         if all(run.unclipped for run in runs) and not _moved_apart(runs) <= ALIKE:
             raise PartlyJudged(
                 "the weights moved otherwise than the reference's, so the gradients before clipping were not compared, "
-                "and clipping hides their scale; declare a lower learning rate, or compute in float32, in this test"
+                "and clipping hides their scale; compute in float32 in this test"
             )
 
 
@@ -151,7 +154,9 @@ def _moved_apart(runs: Sequence[RankTraining]) -> float:
     updates = [c.measure for run in runs for c in run.parameters if c.measure is not None]
     moved = math.fsum(measure.truth**2 for measure in updates)
     apart = math.fsum(measure.apart**2 for measure in updates)
-    return math.sqrt(apart / moved) if moved > 0 else 0.0
+    if not apart:
+        return 0.0
+    return math.sqrt(apart / moved) if moved else math.inf
 
 
 def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:

@@ -142,10 +142,14 @@ class Beside:
         return tuple(name for name, value in self.entries() if not isinstance(value, DTensor))
 
     def aliases(self, model: Module) -> tuple[str, ...]:
-        """Return the entries that are parameters which train, or views of them, and no copies."""
-        trained = {_address(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        tensors = ((name, value) for name, value in self.entries() if isinstance(value, Tensor))
-        return tuple(name for name, value in tensors if local_part(value).numel() and _address(value) in trained)
+        """Return the entries of averages that are parameters which train, or views of them, and no copies.
+
+        Other objects, such as a loss that holds the model's head, may share parameters with the model.
+        """
+        trained = {_memory(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        averages = {name for name in self.compared if any(hasattr(self.objects[name], method) for method in UPDATES)}
+        found = ((name, value) for name, value in self.entries() if name.partition(".")[0] in averages)
+        return tuple(name for name, value in found if isinstance(value, Tensor) and _memory(value) in trained)
 
     def rounded(self, model: Module) -> dict[str, str]:
         """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
@@ -164,8 +168,10 @@ class Beside:
         return found
 
 
-def _address(tensor: Tensor) -> int:
-    return int(local_part(tensor).untyped_storage().data_ptr())
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return address and size of what this rank holds; of nothing, they are equal to those of no other tensor."""
+    local = local_part(tensor)
+    return (local.data_ptr(), local.numel()) if local.numel() else (id(tensor), 0)
 
 
 def _where(name: str) -> str:

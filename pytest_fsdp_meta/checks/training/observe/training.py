@@ -233,8 +233,7 @@ class _RankSteps(StepObserver):
 
     def left_in_eval(self) -> tuple[str, ...]:
         """Return what ``RankTraining.left`` describes."""
-        first, later = self._modes[:1], self._modes[1:]
-        return next(filter(None, (before.left(after) for before in first for after in later)), ())
+        return next(filter(None, (self._modes[0].left(later) for later in self._modes[1:])), ())
 
     def trained_buffers(self) -> TrainedBuffers:
         return TrainedBuffers(
