@@ -159,6 +159,24 @@ def test_other_values_another_dtype_and_no_state_at_all(value, actual, expected)
     assert shown(ROUND_TRIP, evidence) == [(EMA, (1,), actual, expected)]
 
 
+@pytest.mark.parametrize(
+    ("built", "cause"),
+    [
+        ({"ema.n": "0", "ema.weight": "zeros"}, "resume() restores other entries of this object and leaves this one"),
+        ({"ema.n": "7", "ema.weight": "zeros"}, "resume() rebuilds it from the loaded model, or changes it after"),
+        ({"ema.n": "0"}, "save() or resume() leaves it out"),
+    ],
+    ids=["as it was built", "changed otherwise", "all of it as it was built"],
+)
+def test_an_entry_of_an_average_that_is_not_as_it_was_saved(built, cause):
+    saved = {"ema.n": "3", "ema.weight": "ones"}
+    before = tuple(replace(run, beside=saved) for run in HEALTHY.continued)
+    loaded = {"ema.n": "0", "ema.weight": "ones"}
+    after = tuple(replace(run, beside=loaded, beside_before=built) for run in before)
+    found = verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after))
+    assert [finding.cause[: len(cause)] for finding in found.findings] == [cause]
+
+
 def test_how_often_a_scheduler_was_called_is_not_compared():
     before = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "4"}) for run in HEALTHY.continued)
     after = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "1"}) for run in before)

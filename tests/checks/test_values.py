@@ -356,6 +356,16 @@ def test_the_values_of_a_tensor_of_another_rank_or_stage():
     assert finding.cause_sharded.startswith("it holds the values of another tensor: it is read by the number")
 
 
+def test_tensors_that_are_wrong_in_the_same_way_are_not_exchanged():
+    """The rotary frequencies of all blocks, rounded alike, have equal bits."""
+    evidence = healthy()
+    for name in (MIDDLE, EMBEDDING):
+        evidence = change(differ(evidence, name, differing=12), name, digest="rounded")
+    found = verdict(PARAMS, evidence).findings
+    assert {finding.tensor for finding in found} == {MIDDLE, EMBEDDING}
+    assert not any("these are the values of" in finding.detail for finding in found)
+
+
 def test_zeros_where_the_reference_has_none():
     everywhere = healthy()
     for rank in (0, 1):

@@ -116,7 +116,7 @@ def test_declared_fields_are_recorded(tmp_path):
         *(
             (
                 {"beside": {key: nn.Linear(2, 2)}},
-                f"beside=...): the key {type(key).__name__} '{key}' should be a name such as 'ema', without dots, and "
+                f"beside=...): the key {type(key).__name__} {key if key == 1 else repr(key)} should be a name such as 'ema', without dots, and "
                 "not that of scheduler=",
             )
             for key in (1, "scheduler", "ema.slow", "")
@@ -167,7 +167,7 @@ def test_declared_fields_are_recorded(tmp_path):
         *(
             (
                 {"drawn": {"a": rows}},
-                f"drawn=...): {type(rows).__name__} '{rows}' should be the slice of the rows that are drawn, without a "
+                f"drawn=...): {type(rows).__name__} {rows if rows == 56 else repr(str(rows))} should be the slice of the rows that are drawn, without a "
                 "step, such as slice(56, None)",
             )
             for rows in (56, slice(0, 8, 2), slice(0.5, None))

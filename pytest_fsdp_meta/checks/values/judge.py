@@ -316,7 +316,7 @@ def _differences(
             found.pop(name, None)
     wrong = {name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()}
     swapped = find_swapped(wrong)
-    owners = _names_by_digest(view) if any(wrong.values()) else {}
+    owners = _names_by_digest(view, [name for name, cases in wrong.items() if cases])
     elsewhere = {name: other for name, cases in wrong.items() if (other := _held_elsewhere(view, owners, name, cases))}
     for name, pairs in found.items():
         original = renamed.get(name, name)
@@ -359,13 +359,19 @@ def _unusable(view: View, source: str) -> dict[str, str]:
     return unusable | dict.fromkeys(reference.uninitialised, "never writes the tensor")
 
 
-def _names_by_digest(view: View) -> dict[str, set[str]]:
-    """Return which tensors have these bits on some rank, or in the reference."""
+def _names_by_digest(view: View, wrong: Collection[str]) -> dict[str, set[str]]:
+    """Return which tensors have these bits in the reference, or on some rank if they are right there.
+
+    Tensors that the same mistake made wrong, such as the rotary frequencies of all blocks, may have equal bits.
+    """
     reference = view.evidence.reference
     owners: dict[str, set[str]] = {}
+    if not wrong:
+        return owners
     for inventory in (*view.evidence.inventory, *([reference.inventory] if reference is not None else [])):
         for tensor in inventory.tensors:
-            if tensor.digest is not None:
+            right = tensor.name not in wrong or (reference is not None and inventory is reference.inventory)
+            if tensor.digest is not None and right:
                 owners.setdefault(tensor.digest, set()).add(tensor.name)
     return owners
 

@@ -244,7 +244,9 @@ def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: 
         return Mismatch("no state after loading", "a state, as saved")
     if new == saved.rounded.get(name):
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
-    explanation = _CHANGED_AFTERWARDS if _is_changed(name, loaded) else Explanation()
+    explanation = Explanation()
+    if _is_changed(name, loaded):
+        explanation = _LEFT_OUT if loaded.beside_before.get(name) == new else _CHANGED_AFTERWARDS
     if name.startswith("scheduler."):
         built = loaded.beside_before.get(name)
         # What training left as it was built is a setting.
@@ -259,6 +261,11 @@ def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: 
 _REBUILT: Explanation = {
     "cause": "it is rebuilt from the loaded parameters, which are rounded: what rounding took away is lost",
     "remedy": "save it in float32, and load it; then round it to the parameters, not the other way",
+}
+_LEFT_OUT: Explanation = {
+    "cause": "resume() restores other entries of this object and leaves this one as it was built, as a "
+    "load_state_dict() does that forgets it",
+    "remedy": "restore all that state_dict() returns in load_state_dict()",
 }
 _CHANGED_AFTERWARDS: Explanation = {
     "cause": "resume() rebuilds it from the loaded model, or changes it after loading it, as by a step: torch's "
