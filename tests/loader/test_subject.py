@@ -116,10 +116,9 @@ def test_declared_fields_are_recorded(tmp_path):
         *(
             (
                 {"beside": {key: nn.Linear(2, 2)}},
-                f"beside=...): the key {type(key).__name__} {key if key == 1 else repr(key)} should be a name such as 'ema', without dots, and "
-                "not that of scheduler=",
+                f"beside=...): the key {shown} should be a name such as 'ema', without dots, and not that of scheduler=",
             )
-            for key in (1, "scheduler", "ema.slow", "")
+            for key, shown in ((1, "int 1"), ("scheduler", "str 'scheduler'"), ("a.b", "str 'a.b'"), ("", "str ''"))
         ),
         (
             {"beside": {"ema": 3}},
@@ -167,10 +166,14 @@ def test_declared_fields_are_recorded(tmp_path):
         *(
             (
                 {"drawn": {"a": rows}},
-                f"drawn=...): {type(rows).__name__} {rows if rows == 56 else repr(str(rows))} should be the slice of the rows that are drawn, without a "
-                "step, such as slice(56, None)",
+                f"drawn=...): {shown} should be the slice of the rows that are drawn, without a step, such as "
+                "slice(56, None)",
             )
-            for rows in (56, slice(0, 8, 2), slice(0.5, None))
+            for rows, shown in (
+                (56, "int 56"),
+                (slice(0, 8, 2), "slice 'slice(0, 8, 2)'"),
+                (slice(0.5, None), "slice 'slice(0.5, None, None)'"),
+            )
         ),
         ({"drawn": 3}, "drawn=...): int 3 should be a name, a pattern, or a list of them"),
         ({"on_some_ranks": [""]}, "on_some_ranks=...): '' should be a name or a pattern such as 'layers.*.weight'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.process
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec, current, world
-from pytest_fsdp_meta.worlds.diagnosis import hang
+from pytest_fsdp_meta.worlds.diagnosis import flight_recorder, hang
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Flight, Group, read
 from pytest_fsdp_meta.worlds.rank import tracebacks
 from tests.world_help import SOON, fails, preload, world_of
@@ -196,3 +198,15 @@ def test_dump_has_the_format_of_faulthandler() -> None:
         return tracebacks.user_stack(tracebacks.dump())
 
     assert re.search(r'File ".*test_hangs.py", line \d+ in inner$', inner(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (["/work/train.py", multiprocessing.process.__file__], "train.py:1"),
+        ([multiprocessing.process.__file__], ""),
+    ],
+)
+def test_a_collective_of_an_observer_is_not_placed_where_the_rank_was_started(files: list[str], where: str) -> None:
+    frames = [{"filename": file, "line": 1} for file in (str(torch.__file__), str(flight_recorder.__file__), *files)]
+    assert flight_recorder._user_line(frames) == where

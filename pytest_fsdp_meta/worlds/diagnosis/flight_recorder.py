@@ -7,6 +7,7 @@ them, or with a torch that has no recorder, the description of a hang lacks the 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -136,8 +137,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
 
 
 def _user_line(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return "file:line" of the user's innermost frame; torch lists frames innermost first."""
-    hidden = (str(Path(__file__).parents[2]), str(Path(sys.modules["torch"].__file__ or "").parent), "<")
+    """Return "file:line" of the user's innermost frame, or ""; torch lists frames innermost first."""
+    # With multiprocessing, which starts the rank: an observer may call a collective after the user's code.
+    modules = (sys.modules["torch"], multiprocessing)
+    hidden = (str(Path(__file__).parents[2]), *(str(Path(module.__file__ or "").parent) for module in modules), "<")
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith(hidden) and os.path.basename(file) not in WRAPPERS:
