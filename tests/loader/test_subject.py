@@ -116,7 +116,8 @@ def test_declared_fields_are_recorded(tmp_path):
         *(
             (
                 {"beside": {key: nn.Linear(2, 2)}},
-                f"beside=...): the key {shown} should be a name such as 'ema', without dots, and not that of scheduler=",
+                f"beside=...): the key {shown} should be a name such as 'ema', without dots, and not that of "
+                "scheduler=",
             )
             for key, shown in ((1, "int 1"), ("scheduler", "str 'scheduler'"), ("a.b", "str 'a.b'"), ("", "str ''"))
         ),
