@@ -24,7 +24,7 @@ def data_dims(view: View) -> dict[str | None, int]:
     world = view.evidence.world
     tensors = (t for rank in view.evidence.inventory for t in rank.tensors if t.kind == "parameter")
     meshes = {tensor.mesh: None for tensor in tensors if tensor.mesh is not None and not _of_experts(tensor.mesh)}
-    sizes = [pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True)]
+    sizes = [pair for mesh in meshes for pair in mesh.pairs]
     alone = all(size == 1 for _, size in sizes)
     if alone or any(pair[0] == name for name, _ in world.mesh for pair in sizes):
         fits = ((n, s) for n, s in world.mesh if all(_has_room(mesh, n, s, world.size) for mesh in meshes))
@@ -47,7 +47,7 @@ def _has_room(mesh: MeshFacts, name: str | None, size: int, world: int) -> bool:
 
 def _size(mesh: MeshFacts, name: str | None) -> int:
     """Return the size of a dimension; 1 if the mesh does not have it."""
-    return dict(zip(mesh.dims, mesh.shape, strict=True)).get(name, 1)
+    return dict(mesh.pairs).get(name, 1)
 
 
 def _role(dim: str | None) -> str:

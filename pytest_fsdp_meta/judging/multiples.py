@@ -58,7 +58,7 @@ def _sizes(view: View, runs: Sequence[RankTraining], name: str | None) -> dict[s
     mesh = dict(view.evidence.world.mesh)
     for _, tensor in view.holders(name) if name else ():
         if tensor.mesh is not None:
-            mesh |= {dim: size for dim, size in zip(tensor.mesh.dims, tensor.mesh.shape, strict=True) if dim}
+            mesh |= {dim: size for dim, size in tensor.mesh.pairs if dim}
     slices = runs[0].data_parallel[1]
     found = {"data-parallel ranks": slices} if slices > 1 else {}
     others = {f"ranks along {dim}": size for dim, size in mesh.items() if size > 1}

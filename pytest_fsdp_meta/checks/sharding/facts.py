@@ -151,7 +151,7 @@ def _fits(rank: int, tensor: TensorFacts, order: Order) -> bool:
     mesh, sizes = tensor.mesh, dict(order)
     if mesh is None or mesh.coordinate is None:
         return True
-    if any(sizes.get(str(dim)) != size for dim, size in zip(mesh.dims, mesh.shape, strict=True)):
+    if any(sizes.get(str(dim)) != size for dim, size in mesh.pairs):
         return False
     place = place_of_rank(rank, order)
     return mesh.coordinate == tuple(place[str(dim)] for dim in mesh.dims)

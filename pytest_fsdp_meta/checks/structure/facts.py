@@ -28,6 +28,7 @@ class MeshFacts:
 
     @property
     def pairs(self) -> Dims:
+        """The name and the size of each dimension."""
         return tuple(zip(self.dims, self.shape, strict=True))
 
     def __str__(self) -> str:

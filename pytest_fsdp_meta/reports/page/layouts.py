@@ -109,7 +109,7 @@ def group_layouts(record: LoaderRecord, mesh: Mesh) -> tuple[Layout, ...]:
 def own_meshes(record: LoaderRecord) -> tuple[Mesh, ...]:
     """Return the meshes of tensors that are neither the mesh of the world nor a part of it."""
     meshes = (tensor.mesh for tensor in (record.summary.tensors if record.summary else ()))
-    pairs = (tuple(zip(mesh.dims, mesh.shape, strict=True)) for mesh in meshes if mesh is not None)
+    pairs = (mesh.pairs for mesh in meshes if mesh is not None)
     return tuple(
         tuple((name or "unnamed", size) for name, size in mesh)
         for mesh in dict.fromkeys(pairs)

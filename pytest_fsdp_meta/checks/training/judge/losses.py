@@ -374,7 +374,7 @@ _SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add
 def _split_causes(view: View, by_step: bool) -> str:
     """Return one more possible cause if a mesh dimension splits the sequence, or the model, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
-    sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in zip(mesh.dims, mesh.shape, strict=True))]
+    sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in mesh.pairs)]
     wide = [dim for dim, size in sizes if dim is not None and size > 1]
     if any(splits_sequence(dim) for dim in wide):
         return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
