@@ -174,6 +174,8 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
         reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):
         why = "partly checked"
+    elif view.left_out and not isinstance(error, Blocked):  # without these tensors, the reason alone may be false
+        reason, why = f"{describe_left_out(view.left_out)}; otherwise {reason}", KINDS["blocked"]
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)
 
 

@@ -215,6 +215,15 @@ def test_replicas_that_drift_apart():
     assert verdict(REPLICAS, healthy(2)).reason.startswith("no parameter is replicated")
 
 
+def test_what_is_left_out_is_said_before_a_reason_that_holds_for_the_rest_only():
+    """Without the tensors that failed already, none is replicated."""
+    found = verdict(REPLICAS, remeasured(healthy(mesh=HYBRID, parameters={MIDDLE: (6, 4)}), MIDDLE, apart=1.0))
+    assert (found.status, found.why) == ("skipped", "depends on a failed check")
+    assert found.reason.startswith("not checked: ")
+    assert " that already failed grad_parity (first: " in found.reason
+    assert "; otherwise no parameter is replicated" in found.reason
+
+
 def with_settings(evidence, ours, theirs):
     """Return evidence in which the group of MIDDLE has these settings on the ranks, and those in the reference."""
     facts = replace(evidence.training[0].optimizer, settings={MIDDLE: ours})
