@@ -233,7 +233,7 @@ def test_an_error_of_an_observer_is_not_the_steps():
 # A wrong scale that clipping hides.
 
 
-@pytest.mark.parametrize(("scale", "text"), [(0.5, "1/2"), (2.0, "2"), (0.3, "0.3")])
+@pytest.mark.parametrize(("scale", "text"), [(0.5, "1/2"), (2.0, "2"), (0.3, "0.3"), (512, "512"), (65536, "65536")])
 def test_gradients_that_were_scaled_before_clipping(scale, text):
     checks = ("grad_parity", "update_parity", "loss_parity")
     found = judged(clipping(scale), checks, max_grad_norm=0.01)

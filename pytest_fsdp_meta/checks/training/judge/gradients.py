@@ -46,6 +46,8 @@ from pytest_fsdp_meta.judging.view import PartlyJudged, View
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
+LEAST_SCALE = 1024
+"""Factor: gradients before clipping that are larger by more are scaled as for float16, which the first scale is."""
 ALIKE = 0.25
 """Fraction: weights that have moved by this much otherwise than the reference's may have gradients of another scale."""
 FAR = 3
@@ -129,7 +131,8 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
     """Report gradients that are right after clipping, and were the same multiple of the reference's before."""
     if (factor := _factor_before_clipping(view, runs)) is not None:
         detail = "the clipped ones are equal, as long as their norm exceeds the bound"
-        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
+        explanation = _STILL_SCALED if factor >= LEAST_SCALE else _BEFORE_CLIPPING
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
 
 
 def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float | None:
@@ -170,6 +173,9 @@ def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:
 
 
 def _describe_before(factor: float) -> str:
+    power = 2.0 ** round(math.log2(factor)) if factor >= LEAST_SCALE else 0.0
+    if abs(factor - power) <= SCALED * power:
+        return f"gradients before clipping are {power:.0f} times the reference's"
     return f"gradients before clipping are {whole(factor, SCALED) or f'{factor:.3g}'} times the reference's"
 
 
@@ -355,6 +361,11 @@ _ENTERS_LATER = either(
     "look at what is added to the loss at this place, and whether its result is used: backward() only goes through "
     "what is returned",
 )
+_STILL_SCALED: Explanation = {
+    "cause": "the gradients still have the scale of a GradScaler when they are clipped, so that the bound holds for "
+    "something else",
+    "remedy": "call scaler.unscale_(optimizer) before clipping",
+}
 _BEFORE_CLIPPING: Explanation = {
     "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
     "the loss or a framework may have done already",

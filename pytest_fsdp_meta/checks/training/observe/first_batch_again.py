@@ -21,6 +21,7 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import (
     indivisible_batch,
     micro_batches,
 )
+from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards
@@ -39,6 +40,10 @@ from pytest_fsdp_meta.worlds import CallFailed, Rank, cause_of
 
 SCALING = 16
 """How much smaller the gradients of a second step are, to see that they follow their scale."""
+
+
+SMALL, SMALLEST = 2.0**-10, 2.0**-30
+"""Scales of gradients that are too small to be clipped: powers of two, so that scaling rounds nothing."""
 
 
 @dataclass
@@ -111,7 +116,7 @@ class FirstBatchAgain:
         beside: Beside = rank.state["beside"]
 
         def run(watching: AbstractContextManager[None]) -> _GradientsOfStep:
-            seen = _GradientsOfStep(subject.model, self.records["short"], small=clips)
+            seen = _GradientsOfStep(subject.model, self.records["short"], SMALL if clips else 1.0)
             rows = micro_batches(self.data_parallel)[0]
             with watching:
                 train(subject, rank.device, range(1), rows, optimizer, seen, beside)
@@ -132,19 +137,23 @@ class FirstBatchAgain:
     def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
         """Let the author's step train on the batch, so that clipping hides no wrong scale.
 
-        A step that refuses one more, as one with a schedule of its own may, is not observed.
+        Gradients that are clipped all the same have the scale of a GradScaler, say: then smaller ones are tried. A step
+        that refuses one more, as one with a schedule of its own may, is not observed.
         """
         subject, rank = self.subject, self.rank
         if subject.train_step is None or subject.max_grad_norm is None or "accumulated" not in self.records:
             return ()
-        seen = _GradientsOfStep(subject.model, self.records["accumulated"], small=True)
         beside: Beside = rank.state["beside"]
-        kept = _kept_values(subject.model, weights=False)
-        with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer), kept:
-            for _ in range(2):
-                train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
-                seen.gradient_scale /= SCALING
-        reshard(subject.model)
+        for scale in (SMALL, SMALLEST):
+            seen = _GradientsOfStep(subject.model, self.records["accumulated"], scale)
+            kept = _kept_values(subject.model, weights=scale == SMALL)  # the reference's are those before these steps
+            with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer), kept:
+                for _ in range(2):
+                    train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
+                    seen.gradient_scale /= SCALING
+            reshard(subject.model)
+            if not on_any_rank(len(seen.norms) == 2 and not seen.scaled):
+                break
         return seen.gradients if seen.scaled else ()
 
     def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
@@ -179,10 +188,10 @@ def _kept_values(model: Module, weights: bool) -> Iterator[None]:
 
 
 class _GradientsOfStep(StepObserver):
-    """Compare the gradients of a step with the reference's; if ``small``, they are too small to be clipped."""
+    """Compare the gradients of a step, which are multiplied by ``scale``, with the reference's."""
 
-    def __init__(self, model: Module, record: Record, small: bool) -> None:
-        self.gradient_scale = 2.0**-10 if small else 1.0  # a power of two, so that scaling rounds nothing
+    def __init__(self, model: Module, record: Record, scale: float) -> None:
+        self.gradient_scale = scale
         self._model = model
         self._record = record
         self.gradients: tuple[Comparison, ...] = ()
@@ -203,4 +212,4 @@ class _GradientsOfStep(StepObserver):
 
         The backward of some fused losses ignores its factor, and other code may compute gradients without a backward.
         """
-        return len(self.norms) == 2 and self.norms[1] * SCALING**0.5 <= self.norms[0] <= self.norms[1] * SCALING**1.5
+        return len(self.norms) == 2 and self.norms[1] * SCALING / 2 <= self.norms[0] <= self.norms[1] * SCALING**1.5
