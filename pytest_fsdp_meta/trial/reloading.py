@@ -368,7 +368,9 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
     ranks = tuple(rank for rank, _ in first)
     if all(again for _, again in first):
         later = run_on(world, author_data.read_later_epoch, folder and _later(folder))
-        if all(own.batches for own in later if own.loader):
+        if any(own.refused for own in later):
+            ranks = tuple(replace(rank, refused=own.refused) for own, rank in zip(later, ranks, strict=True))
+        else:
             ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
     size = ranks[0].data_parallel[1]
     if size == 1:

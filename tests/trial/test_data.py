@@ -328,7 +328,18 @@ class SeededEachTime(Wrapped):
         yield from self.loader
 
 
-PASSING = (Counted, Passing, Sequential, WithPreview, ShuffledOnce, Once, batch_sampled)
+class OnceOnOneRank(Once):
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if dist.get_rank() else iter(self.loader)
+
+
+class EmptyLater(Once):
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.loader if self.passes == 1 else ())
+
+
+PASSING = (Counted, Passing, Sequential, WithPreview, ShuffledOnce, batch_sampled)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +360,22 @@ def test_the_order_of_the_second_epoch(data, expected, cause):
     again = "the order of the first epoch again in the second"
     assert (finding.ranks, finding.actual, finding.expected) == ((0, 1), again, expected)
     assert cause in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(Once, "it raises RuntimeError: for one epoch only"), (EmptyLater, "it has no batches")],
+)
+def test_a_loader_for_one_epoch_is_partly_checked(data, problem):
+    found = judged(lambda fsdp: {"data": data}, FOLLOW)[FOLLOW]
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert f"the second epoch was not read: {problem}" in found.reason
+
+
+def test_a_loader_that_begins_again_on_some_ranks_only():
+    (finding,) = judged(lambda fsdp: {"data": OnceOnOneRank}, FOLLOW)[FOLLOW].findings
+    actual = "in the second epoch: it raises RuntimeError: for one epoch only"
+    assert (finding.ranks, finding.actual) == ((1,), actual)
 
 
 class Positioned(Counting):

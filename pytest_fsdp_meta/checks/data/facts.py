@@ -22,6 +22,8 @@ class RankBatches:
     loader: bool = True
     later: tuple[Batch, ...] | None = None
     """The batches of the second epoch; None if the first has not ended, or if the loader hands out one epoch only."""
+    refused: str = ""
+    """Why the second epoch was not read, or empty."""
     shuffled_by: str = ""
     """The class of what shuffles in the loader, if that can be seen."""
     has_set_epoch: bool = False

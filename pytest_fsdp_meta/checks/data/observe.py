@@ -31,7 +31,7 @@ from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.poison import NOTICES
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, current, doing, forward_warnings
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, current, doing, forward_warnings
 
 MOST_BATCHES = 256
 """Batches that are read on each rank; an epoch may have more, or never end."""
@@ -71,7 +71,7 @@ def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
 def read_later_epoch(folder: str | None) -> RankBatches:
     """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does.
 
-    There are none if the loader refuses to begin again.
+    If the loader refuses to begin again, or has no batches then, ``refused`` says so.
     """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ]
@@ -79,8 +79,12 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     batches = _read(loader, MOST_BATCHES)
     try:
         begun = list(islice(batches, 1))
-    except CallFailed:  # a loader for one epoch; the first one raised nothing
-        return RankBatches(batch_slice(subject, rank), later=())
+    except CallFailed as error:  # perhaps a loader for one epoch; the first one raised nothing
+        cause = cause_of(error)
+        refused = f"it raises {type(cause).__name__}: {first_line(cause)}"
+        return RankBatches(batch_slice(subject, rank), loader=subject.data is not None, refused=refused)
+    if not begun and subject.data is not None:
+        return RankBatches(batch_slice(subject, rank), refused="it has no batches")
     after = _saved_after(subject, loader, folder)
     found = _read_and_save(loader, chain(begun, batches), MOST_BATCHES, folder, after)
     return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pytest_fsdp_meta.evidence import Epoch, RankBatches, splits_sequence
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import data_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View
+from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, name_ranks
 
 DATA = "data"
@@ -67,6 +67,12 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     if found:
         return  # which explains rows that are repeated or missing
     doubts = [SEQUENCES] if split else []
+    refused = [(number, rank.refused) for ranks in places.values() for number, rank in ranks if rank.refused]
+    if refused and len(refused) == sum(map(len, places.values())):
+        doubts.append(f"the second epoch was not read: {refused[0][1]}")
+    else:
+        for problem, ranks in ranks_by(refused).items():
+            yield Finding(DATA, ranks, f"in the second epoch: {problem}", "batches, as on the other ranks", **_REFUSED)
     known = None
     if size > 1:
         parts = _parts(epoch, places)
@@ -87,6 +93,12 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     yield from _wrong_second_epoch(epoch, places, size, bool(split), known)
     if doubts:
         raise PartlyJudged("; ".join(doubts))
+
+
+_REFUSED: Explanation = {
+    "cause": "the loader cannot be iterated over once more on these ranks",
+    "remedy": "open what the epoch reads when it begins, and in the same way on every rank",
+}
 
 
 def _splits_sequences(view: View) -> bool:
