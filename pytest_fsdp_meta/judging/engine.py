@@ -304,12 +304,14 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
         for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
             if finding.tensor in basic.failed_tensors:
                 cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
-                return replace(finding, cause=cause, remedy=basic.remedy, cause_alone="", cause_sharded="")
+                return replace(
+                    finding, cause=cause, remedy=basic.remedy, cause_alone="", cause_sharded="", remedy_alone=""
+                )
             if finding.tensor is None:
                 other = f"{basic.tensor}: {basic.actual}" if basic.tensor else basic.actual
                 cause = f"{finding.cause or check.cause}; or {id}, which this run leaves out and which fails ({other})"
                 remedy = finding.remedy or check.remedy
-                return replace(finding, cause=cause, remedy=remedy, cause_alone="", cause_sharded="")
+                return replace(finding, cause=cause, remedy=remedy, cause_alone="", cause_sharded="", remedy_alone="")
     return None
 
 

@@ -17,11 +17,12 @@ class Explanation(TypedDict, total=False):
     remedy: str
     cause_alone: str
     cause_sharded: str
+    remedy_alone: str
 
 
 def extend(explanation: Explanation, cause: str, remedy: str) -> Explanation:
     """Return the explanation with a text after each of its causes, and one after its remedy."""
-    extended = {key: f"{text}{remedy if key == 'remedy' else cause}" for key, text in explanation.items()}
+    extended = {key: f"{text}{remedy if key.startswith('remedy') else cause}" for key, text in explanation.items()}
     return cast(Explanation, extended)
 
 
@@ -44,6 +45,7 @@ class Mismatch(NamedTuple):
     remedy: str = ""
     cause_alone: str = ""
     cause_sharded: str = ""
+    remedy_alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class Finding:
     cause_alone: str = ""
     cause_sharded: str = ""
     """The cause to show where a world of one rank fails as well, or passes; empty where that makes no difference."""
+    remedy_alone: str = ""
+    """The remedy of ``cause_alone`` if it is another one."""
 
     def explained_by(self, explanation: Explanation) -> Finding:
         """Return the finding with this explanation in place of its own."""
-        bare = replace(self, cause="", remedy="", cause_alone="", cause_sharded="")
+        bare = replace(self, cause="", remedy="", cause_alone="", cause_sharded="", remedy_alone="")
         return replace(bare, **explanation)
 
     @property
@@ -84,6 +88,7 @@ class Finding:
             "remedy": self.remedy,
             "cause_alone": self.cause_alone,
             "cause_sharded": self.cause_sharded,
+            "remedy_alone": self.remedy_alone,
         }
 
     @property

@@ -63,7 +63,9 @@ def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequen
     else:
         start = f"a world of one rank passes{_describe_dimensions(check, alike, others)}"
     chosen = {True: finding.cause_alone, False: finding.cause_sharded, None: ""}[found]
-    return replace(finding, origin="; ".join(filter(None, [finding.origin, start])), cause=chosen or finding.cause)
+    remedy = finding.remedy_alone if found else ""
+    origin = "; ".join(filter(None, [finding.origin, start]))
+    return replace(finding, origin=origin, cause=chosen or finding.cause, remedy=remedy or finding.remedy)
 
 
 def _finds(check: Check, tensors: Set[str | None], world: SmallerWorld) -> bool | None:

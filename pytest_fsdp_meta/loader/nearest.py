@@ -33,6 +33,7 @@ def _close_names(name: str, names: Sequence[str]) -> Iterator[str]:
 
     The part is the one most like the longest text between the pattern's wildcards.
     """
+    yield from (real for real in names if real.lower() == name.lower())
     yield from (real for real in difflib.get_close_matches(name, names) if _is_close(name, real))
     yield from (real for real in names if real.endswith(f".{name}") or name.endswith(f".{real}"))
     literals = re.split(r"[*?]|\[[^]]*\]", name)

@@ -72,9 +72,9 @@ def cause_of(evidence: Evidence) -> str:
 def test_a_number_of_ranks_means_nothing_if_one_rank_is_enough():
     evidence = remeasured(healthy(2), MIDDLE, 2.0)
     alone = SmallerWorld((), {PARITY: (MIDDLE,)})
-    assert cause_of(replace(evidence, smaller=(alone,))).startswith(
-        "the loss or its gradients are multiplied by a cons"
-    )
+    (finding,) = verdict(PARITY, replace(evidence, smaller=(alone,))).findings
+    assert finding.cause.startswith("the loss is divided once too rarely or too often")
+    assert finding.remedy == "check loss scaling, gradient accumulation and the gradient divide factor"
     passes = SmallerWorld((), passed=(PARITY,))
     assert cause_of(replace(evidence, smaller=(passes,))) == cause_of(evidence)
 
@@ -591,7 +591,7 @@ def test_gradients_that_are_not_clipped_as_declared(factor, cause):
     ("factor", "norm", "cause"),
     [
         (0.6, 0.4, "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms"),
-        (3.0, 0.4, "the loss or its gradients are multiplied by a constant that the reference does not have"),
+        (3.0, 0.4, "the loss is divided once too rarely or too often, such as by the number of micro-batches, or"),
         (3.0, 0.6, "train_step does not clip to max_grad_norm"),
     ],
     ids=["smaller below the bound", "larger below the bound", "larger above it"],

@@ -183,12 +183,12 @@ def test_the_first_or_a_later_step_differs(curve, actual, expected, cause, remed
         (
             healthy(2),
             (6.0, 4.5, 3.75),
-            "the loss is 3 times the reference's in every step: each rank sums over its rows",
+            "the loss is 3 times the reference's in every step: the loss is summed over rows or micro-batches",
         ),
         (
             healthy(1),
             (4.0, 3.0, 2.5),
-            "the loss is 2 times the reference's in every step: each rank sums over its rows",
+            "the loss is 2 times the reference's in every step: the loss is summed over rows or micro-batches",
         ),
         (healthy(1), (0.5, 0.375, 0.3125), "the loss is 1/4 of the reference's in every step: the loss is divided"),
         (healthy(2), (3.0, 2.25, 1.875), FORWARD),  # not a whole number

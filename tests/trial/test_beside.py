@@ -236,7 +236,7 @@ class HoldsTheWeights:
     """Part of a loss that computes with weights of the model, and updates nothing."""
 
     def __init__(self, model):
-        self.own = {name: local(parameter) for name, parameter in model.named_parameters()}
+        self.own = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     state_dict = OfOwnShards.state_dict
     load_state_dict = OfOwnShards.load_state_dict

@@ -35,6 +35,8 @@ EXPLAINING = ("nothing_left_unsharded", "dtensor_placements", "shards_tile_the_t
 _LONGER_DIM = (
     "shard it on a longer dim: fully_shard(shard_placement_fn=lambda parameter: Shard(1)), or over fewer ranks"
 )
+PADDING = ("all_gather", "reduce_scatter")
+"""Collectives by which FSDP sends shards, which it pads to equal sizes."""
 NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=1024)"
 
 
@@ -105,20 +107,35 @@ def _shares(tensor: TensorFacts) -> Iterator[tuple[int, int]]:
     yield from by_dim.items()
 
 
-def explain_padding(view: View, part: Traffic) -> Explanation:
-    """Explain traffic by dims that are padded to a multiple of the ranks, if these tensors are about all of it."""
+def explain_padding(view: View, part: Traffic, growth: float, times: int) -> Explanation:
+    """Explain the bytes by which traffic grows in a world of so many ``times`` the ranks, if they are padding; or {}.
+
+    FSDP pads a dim to a multiple of the ranks, in what it gathers and in what it reduces and scatters.
+    """
+    if part.op not in PADDING:
+        return {}
     tensors = {t.identity: t for t in view.evidence.inventory[0].tensors if _is_sharded_over(t, part.dims)}
-    padded = {one: _bytes(tensor) * _excess(tensor) for one, tensor in tensors.items() if _excess(tensor) > SLACK}
-    # They are gathered once or twice, in their own dtype or in one of half of its size.
-    if not padded or not part.nbytes / 2 <= sum(padded.values()) <= 2 * part.nbytes:
+    padded = {
+        one: _bytes(tensor)
+        * (_chunk_excess(tensor.shape[dim], ranks) - _chunk_excess(tensor.shape[dim], ranks // times))
+        for one, tensor in tensors.items()
+        for dim, ranks in [_most_padded(tensor)]
+    }
+    # It is sent once or twice, in the dtype of the parameter or in one of half of its size.
+    if not growth / 2 <= sum(padded.values()) <= 2 * growth:
         return {}
     tensor = tensors[max(padded, key=lambda one: padded[one])]
-    dim, ranks = max(_shares(tensor), key=lambda share: _chunk_excess(tensor.shape[share[0]], share[1]))
+    dim, ranks = _most_padded(tensor)
     return {
         "cause": f"dim {dim} of {tensor.name} is {tensor.shape[dim]} long, and collectives pad it to a multiple of the "
         f"{ranks} ranks",
         "remedy": _LONGER_DIM,
     }
+
+
+def _most_padded(tensor: TensorFacts) -> tuple[int, int]:
+    """Return the dim that is padded most, and the number of ranks that share it."""
+    return max(_shares(tensor), key=lambda share: _chunk_excess(tensor.shape[share[0]], share[1]))
 
 
 def _is_sharded_over(tensor: TensorFacts, dims: Sequence[str]) -> bool:

@@ -59,7 +59,7 @@ def communication_scales(view: View) -> Iterable[Finding]:
                 f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{_most(part)}, "
                 f"after {as_bytes(before)} in one of {smaller.size}",
                 "about as much",
-                **explain_padding(view, part),
+                **explain_padding(view, part, part.nbytes - expected, largest.size // smaller.size),
             )
 
 

@@ -63,7 +63,7 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
                 "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
                 "(torch.distributed.nn.functional)"
             )
-    return {"cause": cause, "remedy": remedy, "cause_alone": CONSTANT}
+    return {"cause": cause, "remedy": remedy, "cause_alone": CONSTANT, "remedy_alone": _UNSCALED}
 
 
 def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
@@ -81,10 +81,7 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
         return NOT_CLIPPED
     if shrinks and "train_step" in view.evidence.subject.declared:
         return _SCALED_BY_STEP
-    return {
-        "cause": CONSTANT,
-        "remedy": "check loss scaling, gradient accumulation and the gradient divide factor",
-    }
+    return {"cause": CONSTANT, "remedy": _UNSCALED}
 
 
 def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
@@ -175,9 +172,10 @@ NOT_CLIPPED: Explanation = {
     "is declared; then check loss scaling and accumulation",
 }
 CONSTANT = (
-    "the loss or its gradients are multiplied by a constant that the reference does not have, such as the number of "
-    "micro-batches that it is not divided by"
+    "the loss is divided once too rarely or too often, such as by the number of micro-batches, or the loss or its "
+    "gradients are multiplied by a constant that the reference does not have"
 )
+_UNSCALED = "check loss scaling, gradient accumulation and the gradient divide factor"
 _AVERAGE = (
     "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and count the "
     "gradients of ranks that see the same rows only once"

@@ -261,7 +261,7 @@ def _explain_other_loss(view: View) -> Explanation:
     """Explain a loss of right outputs: another divisor changes it by a small factor, other labels by any."""
     ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
     divisor = "another divisor, such as the tokens of one micro-batch"
-    labels = "other labels (shifted once too often or not at all, masked otherwise)"
+    labels = "other labels (shifted once too often or not at all, masked otherwise), or rows that are left out"
     near = theirs / 2 < ours < 2 * theirs
     return {
         "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
@@ -364,7 +364,7 @@ _SCALED_LOSS = {
     ),
     False: (
         "the ranks' losses are summed or multiplied by the number of ranks, or ",
-        "each rank sums over its rows while the reference takes the mean",
+        "the loss is summed over rows or micro-batches while the reference takes the mean, or multiplied by a constant",
     ),
 }
 """The causes of a scaled loss that take several ranks and those that do not, by whether it is too small."""

@@ -102,7 +102,8 @@ def on_any_rank(flag: bool) -> bool:
 
 
 _HINTS = {
-    False: "call step() of the optimizer that it gets",
+    False: "call step() of the optimizer that it gets; a GradScaler leaves it out after an overflow, which a lower "
+    "init_scale avoids",
     True: "one call gets the rows of one step, with all its micro-batches",
 }
 """What to do, by whether it has stepped at all."""

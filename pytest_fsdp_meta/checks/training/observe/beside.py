@@ -142,14 +142,18 @@ class Beside:
         return tuple(name for name, value in self.entries() if not isinstance(value, DTensor))
 
     def aliases(self, model: Module) -> tuple[str, ...]:
-        """Return the entries of averages that are parameters which train, or views of them, and no copies.
+        """Return the entries of averages that hold nothing but parameters which train, or views of them.
 
-        Other objects, such as a loss that holds the model's head, may share parameters with the model.
+        Other objects may share parameters with the model: a loss its head, and an average may also save the model.
         """
         trained = {_memory(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        averages = {name for name in self.compared if any(hasattr(self.objects[name], method) for method in UPDATES)}
-        found = ((name, value) for name, value in self.entries() if name.partition(".")[0] in averages)
-        return tuple(name for name, value in found if isinstance(value, Tensor) and _memory(value) in trained)
+        found: list[str] = []
+        for owner in self.compared:
+            if any(hasattr(self.objects[owner], method) for method in UPDATES):
+                entries = list(_flat(owner, _state_of(owner, self.objects[owner])))
+                tensors = {name: value for name, value in entries if isinstance(value, Tensor) and value.ndim}
+                found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
+        return tuple(found)
 
     def rounded(self, model: Module) -> dict[str, str]:
         """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.

@@ -72,7 +72,12 @@ class ModeWatch:
         return any(not module.training for module in self._model.modules() if self._trained.get(id(module)))
 
     def left(self, later: ModeWatch) -> tuple[str, ...]:
-        """Return the modules that ``RankTrainingMode.left`` describes; ``later`` has watched the next step."""
+        """Return the modules that ``RankTrainingMode.left`` describes; ``later`` has watched the next step.
+
+        A step that calls ``train()`` leaves out what it puts into ``eval()`` afterwards.
+        """
+        if later._asked_before:
+            return ()
         before, (ran, between) = ChainMap(*self._ran()), later._ran()
         if ran and not any(ran.values()) and any(before.values()):
             return ("",)
