@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, RankTrace, TracedCall
-from pytest_fsdp_meta.checks.tracing.judge import Place, describe_origin, explain_settings, find_place, follow_step
+from pytest_fsdp_meta.checks.tracing.judge import (
+    Place,
+    describe_origin,
+    explain_numbers,
+    explain_settings,
+    find_place,
+    follow_step,
+)
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from tests.checks.evidence_factory import healthy, on_runs, remeasured, verdict
@@ -216,6 +223,26 @@ def with_other_settings(module, departing):
 )
 def test_a_setting_of_the_module_where_it_starts_explains_it(module, cause):
     assert explain_settings(with_other_settings(module, since(("output", "block.mlp")))).get("cause") == cause
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "cause"),
+    [
+        (
+            {"embed": DIFFERENT[:1], "head": DIFFERENT[:1]},
+            f"embed and 1 more are configured differently: {DIFFERENT[0]}",
+        ),
+        ({"embed": DIFFERENT[:1]}, f"embed is configured differently: {DIFFERENT[0]}"),
+        ({"embed": DIFFERENT[:1], "head": ("eps is 0.3, in the reference 0.2",)}, None),
+        ({"embed": ("kind is a, in the reference b",)}, None),
+    ],
+    ids=["alike", "one", "not alike", "no number"],
+)
+def test_where_nothing_departs_a_number_that_modules_have_otherwise_may_explain_it(otherwise, cause):
+    facts = {**FACTS, **{name: replace(FACTS[name], otherwise=texts) for name, texts in otherwise.items()}}
+    assert explain_numbers([replace(one, modules=facts) for one in both({})]).get("cause") == cause
+    departing = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
+    assert explain_numbers(departing) == {}, "there is a place"
 
 
 def test_where_nothing_departs_the_one_module_whose_tensors_differ_is_asked():

@@ -5,6 +5,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -25,7 +26,7 @@ from pytest_fsdp_meta.checks.tracing.facts import (
     TracedCall,
 )
 from pytest_fsdp_meta.judging.findings import Explanation
-from pytest_fsdp_meta.text import name_ranks
+from pytest_fsdp_meta.text import first_of, name_ranks
 
 PARTS = 0.05
 """Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
@@ -128,6 +129,8 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
 JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
+NUMBERS = re.compile(r"\w+ is [-+.\de]+, in the reference [-+.\de]+")
+"""A setting that is a number: other settings may say how something is computed, and not what."""
 SETTINGS = 3
 """At most this many settings of a module are named."""
 NEAR_ONE = 0.01
@@ -200,11 +203,29 @@ def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] 
     known = (trace.modules[module].otherwise for trace in traces if module in trace.modules)
     if not (texts := next(filter(None, known), ())):
         return {}
-    return {
-        "cause": f"{module or 'the model'} is configured differently: {'; '.join(texts[:SETTINGS])}",
-        "remedy": "build the module from the reference's configuration, and look for code that recreates it or changes "
-        "it afterwards",
-    }
+    return {"cause": f"{module or 'the model'} is configured differently: {'; '.join(texts[:SETTINGS])}", **_CONFIGURE}
+
+
+def explain_numbers(traces: Sequence[RankTrace] | None) -> Explanation:
+    """Explain a difference that starts in no module by a number that some modules have otherwise, all alike; else {}.
+
+    In low precision, another epsilon changes what each norm returns by less than can be told from rounding.
+    """
+    if not traces or traces[0].step or find_place(traces) is not None:
+        return {}
+    modules = [(name, facts.otherwise) for trace in traces for name, facts in trace.modules.items()]
+    numbers = [(name, text) for name, texts in modules for text in texts if NUMBERS.fullmatch(text)]
+    if len({text for _, text in numbers}) != 1:
+        return {}
+    names = list(dict.fromkeys(name for name, _ in numbers))
+    are = "is" if len(names) == 1 else "are"
+    return {"cause": f"{first_of(names)} {are} configured differently: {numbers[0][1]}", **_CONFIGURE}
+
+
+_CONFIGURE: Explanation = {
+    "remedy": "build the module from the reference's configuration, and look for code that recreates it or changes it "
+    "afterwards",
+}
 
 
 def find_place(traces: Sequence[RankTrace]) -> Place | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
-from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_settings, find_place
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, either
@@ -21,10 +21,15 @@ SAME_SUM = 0.01
 
 
 def explain_module(view: View) -> Explanation:
-    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does."""
+    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does.
+
+    If nothing departs by more than rounding, a number that modules have otherwise may explain them.
+    """
     traces = view.evidence.traces
     place = find_place(traces) if traces and not traces[0].step else None
-    if place is None or place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
+    if place is None:
+        return explain_numbers(traces)
+    if place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
         return {}  # with neither, it departs where there is a loss already
     return explain_settings(traces) or add_precision(view, _OTHER_MODULE)
 
