@@ -142,7 +142,7 @@ class Catalogue:
 
     def __getitem__(self, id: str) -> Check:
         if id not in self._checks:
-            near = difflib.get_close_matches(id, self._checks, n=1, cutoff=0.3)
+            near = difflib.get_close_matches(id, self._checks, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"there is no check {id!r}{hint} (pytest --fsdp-list-checks shows all)")
         return self._checks[id]

@@ -24,7 +24,9 @@ def describe_nearest(name: str, names: Collection[str], noun: str) -> str:
     if close:
         return f"; the nearest is {close!r}"
     shown = difflib.get_close_matches(name, families, n=MOST_SHOWN, cutoff=0)
-    joint = "" if not shown else ": " if len(shown) == len(names) else ", such as "
+    if not shown:
+        return f"; there is no {noun}"
+    joint = ": " if len(shown) == len(names) else ", such as "
     return f"; it has {counted(len(names), noun)}{joint}{', '.join(map(repr, shown))}"
 
 

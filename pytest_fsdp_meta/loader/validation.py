@@ -211,15 +211,15 @@ RULES: tuple[Rule, ...] = (
         "optimizer",
         _whole,
         lambda one: _is_optimizer(one) or not isinstance(getattr(one, "optimizer", None), _torch("optim.Optimizer")),
-        "{value} should be optimizer(parameters), or an Optimizer; give its .optimizer if that steps the model's own "
-        "parameters",
+        "{value} should be a function optimizer(parameters), or an Optimizer; give its .optimizer if that steps the "
+        "model's own parameters",
     ),
-    ("optimizer", _whole, _is_optimizer, "{value} should be optimizer(parameters), or an Optimizer"),
+    ("optimizer", _whole, _is_optimizer, "{value} should be a function optimizer(parameters), or an Optimizer"),
     (
         "scheduler",
         _whole,
         lambda one: _is_callable(one) or (is_stateful(one) and callable(getattr(one, "step", None))),
-        "{value} should be scheduler(optimizer), or a scheduler with step() and state_dict()",
+        "{value} should be a function scheduler(optimizer), or a scheduler with step() and state_dict()",
     ),
     ("beside", _whole, lambda one: isinstance(one, Mapping), "{value} should be a mapping such as {{'ema': ema}}"),
     (
@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
         "data",
         _whole,
         lambda one: _is_callable(one) or yields_batches(one),
-        "{value} should be data(), which returns a loader of batches, or the loader itself",
+        "{value} should be a function data(), which returns a loader of batches, or the loader itself",
     ),
     (
         "data_parallel",

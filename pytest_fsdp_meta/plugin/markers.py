@@ -330,7 +330,7 @@ def _only(only: Any, catalogue: Catalogue) -> tuple[str, ...]:
         return tuple(catalogue.ids())
     listed = [only] if isinstance(only, str) else only
     if not isinstance(listed, Collection) or not len(listed) or not all(isinstance(id, str) for id in listed):
-        raise ValueError(f"only={only!r} should be a list of check ids (pytest --fsdp-list-checks lists them)")
+        raise ValueError(f"only={only!r} should name one check or more (pytest --fsdp-list-checks lists them)")
     selected = {_known_id("only", id, catalogue) for id in listed}
     return tuple(id for id in catalogue.ids() if id in selected)
 

@@ -105,7 +105,7 @@ def test_declared_fields_are_recorded(tmp_path):
         ),
         (
             {"scheduler": 3},
-            "scheduler=...): int 3 should be scheduler(optimizer), or a scheduler with step() and state_dict()",
+            "scheduler=...): int 3 should be a function scheduler(optimizer), or a scheduler with step() and state_dict()",
         ),
         (
             {"scheduler": LambdaLR(SGD(nn.Linear(2, 2).parameters()), lambda step: 1.0)},
@@ -155,7 +155,10 @@ def test_declared_fields_are_recorded(tmp_path):
             {"state_dict": {}},
             "state_dict=...): dict '{}' is not callable; give a function state_dict(model) -> dict by name",
         ),
-        ({"optimizer": "adam"}, "optimizer=...): str 'adam' should be optimizer(parameters), or an Optimizer"),
+        (
+            {"optimizer": "adam"},
+            "optimizer=...): str 'adam' should be a function optimizer(parameters), or an Optimizer",
+        ),
         *(
             ({"data_parallel": value}, f"data_parallel=...): {value!r} should be (index, size) with 0 <= index < size")
             for value in (1, (2, 2), (-1, 2), (False, True), (0, 1.0))
