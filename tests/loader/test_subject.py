@@ -105,7 +105,8 @@ def test_declared_fields_are_recorded(tmp_path):
         ),
         (
             {"scheduler": 3},
-            "scheduler=...): int 3 should be a function scheduler(optimizer), or a scheduler with step() and state_dict()",
+            "scheduler=...): int 3 should be a function scheduler(optimizer), or a scheduler with step() and "
+            "state_dict()",
         ),
         (
             {"scheduler": LambdaLR(SGD(nn.Linear(2, 2).parameters()), lambda step: 1.0)},
