@@ -33,8 +33,8 @@ class _Part(NamedTuple):
 
 
 @data_check(
-    promise="data-parallel ranks see different rows of the author's data and all of them once in an epoch, and the "
-    "ranks of one data-parallel index see the same rows; a shuffled order is another one in the second epoch",
+    promise="data-parallel ranks share out the rows, each row once per epoch; ranks with one data-parallel index see "
+    "the same rows; if shuffled, the second epoch has a new order",
     needs=["inventory", "batches"],
     why="Training on repeated or missing rows is a little worse, and never fails; different rows along tp are noise.",
     cause="the ranks do not take their parts from one order of the whole data",
