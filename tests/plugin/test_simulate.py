@@ -345,7 +345,7 @@ ASKING = {
     "object": (
         "objects = [None]; dist.broadcast_object_list(objects); model = objects[0]",
         "the loader calls torch.distributed.broadcast_object_list (test_it.py:*), which sends objects from rank to "
-        "rank; simulated ranks are alone: compute them on each rank where fsdp.simulated is true",
+        "rank, but a simulated rank has no partner: compute them on each rank where fsdp.simulated is true",
     ),
     "object of any size": (  # what torch.empty() holds says how long the object is that no rank has sent
         "torch.empty = lambda size, **kw: torch.full((size,), 2**60, **kw); dist.broadcast_object_list([None], src=1)",
@@ -353,30 +353,30 @@ ASKING = {
     ),
     "object by name": (
         "from torch.distributed import all_gather_object; found = [None] * 16; all_gather_object(found, fsdp.rank)",
-        "the loader calls torch.distributed.all_gather_object (test_it.py:*), which sends objects from rank to rank; *",
+        "the loader calls torch.distributed.all_gather_object (test_it.py:*), which sends objects from rank to rank, *",
     ),
     "sum": (
         "count = torch.ones(1); dist.all_reduce(count); model = load(fsdp) if count == 64 else None",
-        "the loader calls all_reduce with values (test_it.py:*), which simulated ranks are alone with: leave it out "
+        "the loader calls all_reduce with values (test_it.py:*), but a simulated rank has no partner: leave it out "
         "where fsdp.simulated is true",
     ),
     "value that was sent": (
         "count = torch.zeros(1); dist.broadcast(count, 0); model = load(fsdp) if count * 2 > 64 else None",
-        "the loader reads (test_it.py:*) what broadcast (test_it.py:*) gets from other ranks, which simulated ranks "
-        "are alone with: leave it out where fsdp.simulated is true",
+        "the loader reads (test_it.py:*) what broadcast (test_it.py:*) gets from other ranks, but a simulated "
+        "rank has no partner: leave it out where fsdp.simulated is true",
     ),
     "value of each rank": (
         "count = torch.zeros(16); dist.all_to_all_single(count, torch.ones(16)); count.sum().item()",
-        "the loader reads (test_it.py:*) what all_to_all (test_it.py:*) gets from other ranks, which *",
+        "the loader reads (test_it.py:*) what all_to_all (test_it.py:*) gets from other ranks, but *",
     ),
     "store": (
         'dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).get("ready")',
-        "the loader calls get() of a store (test_it.py:*), which waits for other ranks; simulated ranks are alone: "
-        "leave it out where fsdp.simulated is true",
+        "the loader calls get() of a store (test_it.py:*), which waits for other ranks, but a simulated rank has no "
+        "partner: leave it out where fsdp.simulated is true",
     ),
     "store of the group": (
         "dist.distributed_c10d._get_default_store().add('ready', 1)",
-        "the loader calls add() of a store (test_it.py:*), which waits for other ranks; *",
+        "the loader calls add() of a store (test_it.py:*), which waits for other ranks, *",
     ),
     "barrier with a timeout": (
         "dist.monitored_barrier()",

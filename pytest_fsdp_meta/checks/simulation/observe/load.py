@@ -196,8 +196,8 @@ class _ReductionsOfValues:
         inputs = tree_leaves(next((given[name] for name in INPUTS if name in given), None))
         if any(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in inputs):
             raise Misuse(
-                f"the loader calls {op} with values ({user_line()}), which simulated ranks are alone with: leave it "
-                "out where fsdp.simulated is true"
+                f"the loader calls {op} with values ({user_line()}), but a simulated rank has no partner: leave it out "
+                "where fsdp.simulated is true"
             )
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
@@ -217,8 +217,8 @@ class _ValuesOfOthers:
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if operator_name(func) in READING and (found := self._of((args, kwargs))):
             raise Misuse(
-                f"the loader reads ({user_line()}) what {found[0]} ({found[1]}) gets from other ranks, which simulated "
-                "ranks are alone with: leave it out where fsdp.simulated is true"
+                f"the loader reads ({user_line()}) what {found[0]} ({found[1]}) gets from other ranks, but a "
+                "simulated rank has no partner: leave it out where fsdp.simulated is true"
             )
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
@@ -265,15 +265,15 @@ def _has_values(value: Any) -> bool:
 
 def _refuse_objects(function: str, error: BaseException | None) -> Misuse:
     return Misuse(
-        f"the loader calls torch.distributed.{function} ({user_line(error)}), which sends objects from rank to rank; "
-        "simulated ranks are alone: compute them on each rank where fsdp.simulated is true"
+        f"the loader calls torch.distributed.{function} ({user_line(error)}), which sends objects from rank to rank, "
+        "but a simulated rank has no partner: compute them on each rank where fsdp.simulated is true"
     )
 
 
 def _refuse_stores(function: str) -> Misuse:
     return Misuse(
-        f"the loader calls {function}() of a store ({user_line()}), which waits for other ranks; simulated ranks are "
-        "alone: leave it out where fsdp.simulated is true"
+        f"the loader calls {function}() of a store ({user_line()}), which waits for other ranks, but a simulated rank "
+        "has no partner: leave it out where fsdp.simulated is true"
     )
 
 
