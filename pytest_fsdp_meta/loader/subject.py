@@ -72,8 +72,8 @@ class Subject:
     """Names or patterns of weights that training must not change.
 
     By default what the reference freezes. A mapping gives the names in the verifier:
-    ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. Each ``*`` in the latter is replaced with the text that
-    the wildcard at the same position in the pattern matched.
+    ``{"layers.*.norm.weight": "model.layers.*.ln.weight"}``. The first ``*`` in the verifier's name
+    stands for what the first wildcard (``*`` or ``?``) of the pattern matched, and so on.
     """
     verifier: Source | None = None
     """The model that frozen weights were copied from and must equal.
@@ -120,8 +120,8 @@ class Subject:
     optimizer: Callable[[Any], Optimizer] | Optimizer | None = None
     """The optimizer of the training: ``optimizer(parameters)`` returns it, or one that the loader built; default SGD.
 
-    A function whose parameter is named ``named_parameters`` gets pairs of names and parameters, and one whose parameter
-    is named ``model`` gets the model, so that it can choose groups by name. It is called on the reference as well.
+    To choose parameter groups by name, name your function's parameter ``named_parameters`` (it gets pairs of name and
+    parameter) or ``model`` (it gets the model). It is called on the reference as well.
 
     Of a framework's optimizer that wraps another one (accelerate, lightning), the inner one, its ``.optimizer``, is
     judged and trains; of one that contains several (torchtitan), all of its ``.optimizers``.
@@ -172,8 +172,9 @@ class Subject:
     """How a checkpoint is saved: ``save(model, optimizer, folder)``; by default torch.distributed.checkpoint.
 
     Called on every rank. Parameters of these names may come in any order. The optimizer is None if only the model is
-    saved. A function with a parameter ``scheduler`` or ``beside`` gets those as well, also None if only the model is
-    saved. If the model has dropout, the state of each rank's generators belongs to the checkpoint. Requires ``resume``.
+    saved. With a parameter ``scheduler`` or ``beside``, a function gets the declared objects as well, or None if only
+    the model is saved. If the model has dropout, the state of each rank's generators belongs to the checkpoint.
+    Requires ``resume``.
     """
     resume: Callable[[Module, Optimizer | None, Path], object] | None = None
     """How a checkpoint is loaded into model and optimizer, in place: ``resume(model, optimizer, folder)``.
@@ -192,11 +193,11 @@ class Subject:
     state_dict: Callable[[Module], Mapping[str, Any]] | None = None
     """What is saved of the model, by name: ``state_dict(model)`` returns it.
 
-    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. Either may have each rank's part of
-    what ``adapter`` describes, and each rank's own keys of what is ``on_some_ranks``.
+    By default ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. For tensors that ``adapter``
+    describes, it may return only this rank's part; and of what is ``on_some_ranks``, only this rank's own keys.
     """
     export_reference: Source | None = None
-    """The model that the export should equal, if that is not the reference on purpose; by default the reference.
+    """The model that the export should equal, if it differs from the reference on purpose; default: the reference.
 
     For example with merged adapters, or without padding rows: a callable that builds it, or a checkpoint directory.
     Names and shapes must be the same, and values within rounding, because merging may compute them in another order.
