@@ -159,8 +159,8 @@ def trace_step(
         traced = run_on(reference_world, trace_reference, recipe, str(folder), size, computing, step, backward)[0]
         if traced.problem:
             return _left_out(runs, step, traced.problem)
-        trace_rank = on_ranks.traces.trace_rank
-        return tuple(world.call(trace_rank, (traced, trained, str(folder)), unanimous_outcomes=REFUSED))
+        trace_rank, given = on_ranks.traces.trace_rank, (traced, trained, str(folder))
+        return tuple(world.call(trace_rank, given, doing=on_ranks.doing_in(trace_rank), unanimous_outcomes=REFUSED))
     except WorldError as error:
         first = error.failures[0]
         if first.exception not in REFUSED:

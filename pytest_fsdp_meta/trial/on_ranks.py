@@ -75,10 +75,12 @@ else:
     values = ObserverModule("values.observe")
 
 __all__ = [
+    "DOING",
     "ON_RANKS",
     "author_data",
     "author_saving",
     "checkpoint",
+    "doing_in",
     "drawn_weights",
     "loading",
     "noise",
@@ -98,7 +100,53 @@ __all__ = [
 ]
 
 
+_OBSERVERS = {
+    "loading": "load load_simulated",
+    "building the reference": "record_reference observe_reference",
+    "giving the reference the loaded values": "adopt_values",
+    "building the verifier": "record_verifier",
+    "reading the verifier": "missing_from_verifier",
+    "building export_reference": "record_export_reference",
+    "reading the reference's checkpoint": "checkpoint_facts",
+    "recording the loaded values": "record_own_values",
+    "comparing values": "observe_values",
+    "comparing drawn weights": "observe_draws",
+    "training": "observe_training",
+    "training the reference": "train_reference train_reference_again",
+    "training the reference to measure rounding": "train_nudged",
+    "measuring rounding": "record_noise read_noise",
+    "reading the collectives of a step": "observe_step",
+    "training in the loader's modes": "observe_training_mode",
+    "training with NaN in the model's output": "observe_not_finite",
+    "tracing the reference": "trace_reference",
+    "tracing the modules": "trace_rank",
+    "simulating a step": "observe_size",
+    "stepping the optimizer before saving": "first_step",
+    "saving the model": "save_model",
+    "saving model and optimizer": "save_all save_all_over",
+    "waiting for what save() left running": "finish_saving",
+    "loading the saved model": "load_model load_over_other_values",
+    "resuming model and optimizer": "load_all",
+    "resuming in a world of another size": "load_all_in_other_size",
+    "training after saving or resuming": "train_on",
+    "recording what is saved": "record_model record_state",
+    "comparing what was resumed": "compare_model compare_state compare_loaded",
+    "calling state_dict": "observe_state_dict fingerprint_state_dict",
+    "exporting": "export",
+    "comparing the export": "compare_export",
+    "reading data": "pack_data read_epoch read_later_epoch read_alone",
+    "resuming within an epoch": "resume_epoch",
+}
+"""What the ranks do in the words of an error message -> the observers that do it."""
+DOING = {observer: doing for doing, observers in _OBSERVERS.items() for observer in observers.split()}
+
+
+def doing_in(observer: object) -> str:
+    """Return what the ranks do while they run this observer, such as "training the reference"."""
+    return DOING.get(str(observer).rpartition(":")[2], "")
+
+
 def run_on(world: World, observer: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
     """Call an observer on every rank of the world; return the results in rank order. Raises WorldError."""
-    results: list[R] = world.run(observer, *args, **kwargs)
+    results: list[R] = world.call(observer, args, kwargs, doing=doing_in(observer))
     return results

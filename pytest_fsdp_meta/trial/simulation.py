@@ -58,7 +58,9 @@ Layout = tuple[MeshFacts | None, Shape]
 
 def load(world: World, loader: Call) -> list[Loaded]:
     """Run the loader on the simulated ranks."""
-    loaded: list[Loaded] = world.call(on_ranks.simulation.load_simulated, (loader,), unanimous_outcomes=LOADER_OUTCOMES)
+    loaded: list[Loaded] = world.call(
+        on_ranks.simulation.load_simulated, (loader,), doing="loading", unanimous_outcomes=LOADER_OUTCOMES
+    )
     return loaded
 
 

@@ -186,5 +186,7 @@ class Trial:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:
-    loaded: list[Loaded] = world.call(on_ranks.loading.load, (loader, watch), unanimous_outcomes=LOADER_OUTCOMES)
+    loaded: list[Loaded] = world.call(
+        on_ranks.loading.load, (loader, watch), doing="loading", unanimous_outcomes=LOADER_OUTCOMES
+    )
     return loaded

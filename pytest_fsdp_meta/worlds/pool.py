@@ -13,6 +13,7 @@ from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.world import World
 
 RESET = "pytest_fsdp_meta.worlds.rank.reset"
+PREPARING = "preparing the ranks for the test"
 RESETTING = "resetting the ranks after the test"
 
 
@@ -31,7 +32,8 @@ class _PooledWorld:
         changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self.environ.get(name)}
         folder = os.getcwd()
         if changed or folder != self.folder:
-            self.world.run(f"{RESET}:follow_parent", changed, folder if folder != self.folder else None)
+            given = changed, folder if folder != self.folder else None
+            self.world.call(f"{RESET}:follow_parent", given, doing=PREPARING)
 
 
 class Pool:
@@ -52,7 +54,7 @@ class Pool:
         if pooled is None or not pooled.world.alive:
             pooled = self._worlds[key] = _PooledWorld(self._make(spec))
             pooled.world.start()
-            pooled.world.run(f"{RESET}:record_start")
+            pooled.world.call(f"{RESET}:record_start", doing=PREPARING)
         elif pooled.idle:
             pooled.follow_parent(self._private)
         pooled.idle = False
