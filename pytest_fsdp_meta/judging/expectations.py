@@ -63,7 +63,10 @@ def compare_with_declared(tensor: TensorFacts, declared: tuple[str, ...], world:
         return None  # a single rank need not shard
     actual = tensor.placements or ()
     if actual and len(actual) != len(declared):
-        cause = f"Subject(placements=...) gives {len(declared)} for {counted(len(actual), 'mesh dimension')}"
+        cause = (
+            f"Subject(placements=...) declares {counted(len(declared), 'placement')}, but the tensor's mesh has "
+            f"{counted(len(actual), 'dimension')}"
+        )
         remedy = "declare one placement per mesh dimension, in order"
         if len(actual) < len(declared):  # each plan that shards the parameter adds a dimension to its mesh
             cause = f"the plan of another mesh dimension (parallelize_module) left it out; or {cause}"

@@ -34,7 +34,7 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
     ("factor", "apart", "ranks", "actual", "expected"),
     [
         (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002"),
-        (1.0, 2.0, (1,), "moves otherwise than the reference's", "equal within 0.002"),
+        (1.0, 2.0, (1,), "moves differently from the reference's", "equal within 0.002"),
         (1.003, 0.0, (1,), "moves 1.003 times as far as the reference's", "equal within 0.002"),
         (0.0, 0.0, (0, 1), "does not move", "updated after each step"),
         (0.0, 0.0, (1,), "does not move", "updated after each step"),

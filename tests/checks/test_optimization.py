@@ -75,7 +75,7 @@ def untrained(evidence: Evidence, optimizer: OptimizerFacts | None) -> Evidence:
         (OWNS, "nothing is trainable"),
         (STAY, "nothing is frozen"),
         (MOVES, "nothing is trainable"),
-        (REPLICAS, "no parameter is replicated, and training changes no buffer that is"),
+        (REPLICAS, "no parameter is replicated, and training changes no replicated buffer"),
         (TIED, "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"),
     ],
 )

@@ -68,9 +68,11 @@ def all_other(evidence):
 def unlike(*ranks, equals=""):
     """Return the text about bits that differ from those of these ranks, which equal the reference or nothing."""
     one = len(ranks) == 1
-    others = f"rank{'' if one else 's'} {', '.join(map(str, ranks))}, which hold{'s' if one else ''} the same elements"
-    right = f" and equal{'s' if one else ''} the {equals}" if equals else ""
-    return f"bits that differ from those of {others}{right}"
+    others = f"rank{'' if one else 's'} {', '.join(map(str, ranks))}"
+    agree = (
+        f"{'has' if one else 'have'} the {equals}'s values" if equals else f"hold{'s' if one else ''} the same elements"
+    )
+    return f"bits that differ from those of {others}, which {agree}"
 
 
 def test_shards_and_partial_tensors_may_differ():

@@ -84,7 +84,7 @@ def test_an_update_that_is_wrong_explains_the_second_gradients():
     runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in moved.training)
     evidence = replace(moved, training=runs)
     assert verdict(SECOND, evidence).reason == (
-        "the first step moved the parameters otherwise than in the reference (see update_parity)"
+        "the first step moved the parameters differently from the reference (see update_parity)"
     )
     assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
 
@@ -112,7 +112,7 @@ def test_an_optimizer_that_already_has_state_has_another_first_step():
     found = verdict(SECOND, replace(moved, training=runs))
     assert (found.status, found.why) == ("skipped", "not applicable")
     assert found.reason == (
-        "the first step moved the parameters otherwise than in the reference: the loader's optimizer already has state "
+        "the first step moved the parameters differently from the reference: the loader's optimizer already has state "
         f"(of 1 parameter, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state in "
         "resume()"
     )
@@ -582,7 +582,9 @@ def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidenc
 def test_gradients_before_clipping_of_weights_that_have_moved_otherwise():
     found = verdict(PARITY, unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=9.0, observed="parameters")))
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert "the weights moved otherwise than the reference's, so the gradients before clipping were not" in found.reason
+    assert (
+        "the weights moved differently from the reference's, so the gradients before clipping were not" in found.reason
+    )
 
 
 def test_a_wrong_gradient_is_not_reported_again_as_one_before_clipping():

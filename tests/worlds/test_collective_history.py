@@ -65,8 +65,8 @@ TABLE = "collectives of each rank (> marks the first difference):"
             [
                 "rank 0 waits in all_reduce number 1 (float[1], x.py:7)",
                 "rank 1 waits in all_reduce number 2 (float[1], x.py:7)",
-                "mismatch: collective number 1 differs between these ranks; without its number 1, rank 1 would match "
-                "rank 0",
+                "mismatch: collective number 1 differs between these ranks; if rank 1 skipped its collective 1, it "
+                "would match rank 0",
                 TABLE,
                 "  > 1  rank 0  all_reduce (float[1], x.py:7)  waits",
                 "       rank 1  broadcast (float[1], x.py:7)   completed",
@@ -230,18 +230,26 @@ EXTRA = "hint: collective number {} was called at x.py:{} by ranks 0, 2, but at 
         (
             (5, 8, 9, 11),
             (5, 7, 8, 9, 11),
-            EXTRA.format(2, 8, 7) + "; without its number 2, rank 1 would match ranks 0, 2",
+            EXTRA.format(2, 8, 7) + "; if rank 1 skipped its collective 2, it would match ranks 0, 2",
         ),
-        ((8, 8, 8), (7, 8, 8, 8), EXTRA.format(1, 8, 7) + "; without its number 1, rank 1 would match ranks 0, 2"),
+        (
+            (8, 8, 8),
+            (7, 8, 8, 8),
+            EXTRA.format(1, 8, 7) + "; if rank 1 skipped its collective 1, it would match ranks 0, 2",
+        ),
         # Rank 1 leaves one out.
         (
             (5, 7, 8, 9),
             (5, 8, 9),
-            EXTRA.format(2, 7, 8) + "; rank 1 lacks number 2 of ranks 0, 2, and would match otherwise",
+            EXTRA.format(2, 7, 8) + "; if rank 1 also called collective 2 of ranks 0, 2, it would match them",
         ),
         # Rank 1 has fewer batches, and evaluates while the others still train.
         ((3, 3, 3, 6), (3, 6, 6), EXTRA.format(2, 3, 6)),
-        ((3, 6), (3, 3, 3, 6), EXTRA.format(2, 6, 3) + "; without its numbers 2-3, rank 1 would match ranks 0, 2"),
+        (
+            (3, 6),
+            (3, 3, 3, 6),
+            EXTRA.format(2, 6, 3) + "; if rank 1 skipped its collectives 2-3, it would match ranks 0, 2",
+        ),
         # Ranks in two branches to the end.
         ((5, 31, 32), (5, 51, 52, 53), EXTRA.format(2, 31, 51)),
         # Branches that belong together; the last one was taken before.
@@ -337,7 +345,7 @@ def test_an_extra_all_reduce_pairs_up_with_the_next_line() -> None:
     hint = next(line for line in view if line.startswith("  hint"))
     assert re.fullmatch(
         r"  hint: collective number 2 was called at (\S+) by ranks 0, 2, but at (\S+) by rank 1; "
-        "without its number 2, rank 1 would match ranks 0, 2",
+        "if rank 1 skipped its collective 2, it would match ranks 0, 2",
         hint,
     )
     assert view[1].startswith("  rank 1 waits in all_reduce number 4 ")

@@ -36,7 +36,8 @@ class Tested(NamedTuple):
 
 
 @values_check(
-    promise="other parts and other tensors are drawn with other numbers, with the spread of the whole tensor's size",
+    promise="different parts and different tensors get different random numbers, with the standard deviation that a "
+    "draw of the whole tensor has",
     needs=["inventory", "draws"],
     after=[*BASIC, "replicas_equal"],
     fields=["drawn"],
@@ -184,8 +185,8 @@ def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
     return Finding(
         tested.name,
         tested.ranks,
-        "the spread of a draw as large as the shard",
-        "that of the reference's draw",
+        "a standard deviation that fits a tensor of the shard's shape",
+        "one that fits the whole tensor, as in the reference",
         f"standard deviation {measured.own:.3g} instead of {measured.reference:.3g}: {math.sqrt(fan.ratio):.3g} times, "
         f"as the shard{of} with shape {fan.shard} gives it instead of {fan.whole}",
         cause="the initialisation was scaled by the fan of the local shard, which is smaller than that of the whole",

@@ -196,8 +196,8 @@ def _sizes(rank: RankInventory) -> _Sizes:
 
 
 @memory_check(
-    promise="a training step gathers one group at a time where the model has repeated blocks, and keeps for the "
-    "backward at most about what the reference keeps for the same rows",
+    promise="a training step gathers one group at a time where the model has repeated blocks, and saves about as "
+    "many activations for backward as the reference does for the same rows, or fewer",
     needs=["inventory", "training"],
     fields=["batch"],
     uses=["reference"],

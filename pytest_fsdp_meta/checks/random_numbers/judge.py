@@ -29,9 +29,8 @@ class _Pair(NamedTuple):
 
 
 @random_numbers_check(
-    promise="in training, ranks that compute the same activation draw the same random numbers for it, ranks with other "
-    "rows draw different ones, and each step draws new ones; replicas stay equal where each rank draws from its own "
-    "generator",
+    promise="in training, ranks draw the same random numbers for the same activation, and different ones for different "
+    "rows; each step draws new numbers; replicas stay equal even if each rank draws from a generator of its own",
     needs=["inventory", "training_mode"],
     uses=["reference"],
     after=[*BLOCKING_CHECKS, "replicas_stay_equal"],

@@ -145,8 +145,9 @@ def _diverged(view: View, name: str, apart: list[Replicas], compared: Mapping[in
     all_differ = all(len({tensor.digest for _, tensor in ranks}) == len(ranks) for ranks in apart)
     for known, (agreeing, odd) in found.items():
         s = "s" if len(agreeing) == 1 else ""
-        equal = f" and equal{s} the {source}" if known else ""
-        actual = f"bits that differ from those of {name_ranks(agreeing)}, which hold{s} the same elements{equal}"
+        has = "has" if s else "have"
+        agree = f"{has} the {source}'s values" if known else f"hold{s} the same elements"
+        actual = f"bits that differ from those of {name_ranks(agreeing)}, which {agree}"
         zeros = [rank for rank in odd if rank in compared and is_zero(compared[rank])]
         for ranks in filter(None, [[rank for rank in odd if rank not in zeros], zeros]):
             wrong = [(rank, compared[rank]) for rank in ranks if rank in compared]

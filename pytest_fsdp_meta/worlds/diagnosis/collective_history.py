@@ -127,13 +127,12 @@ def _describe_extra(recent: Mapping[int, History], start: int) -> str:
     extra = len(long) - len(short)
     if not 0 < extra <= MOST_EXTRA or long[extra:] != short:
         return ""
-    which = f"number {start}" if extra == 1 else f"numbers {start}-{start + extra - 1}"
+    which = f"collective {start}" if extra == 1 else f"collectives {start}-{start + extra - 1}"
     fewer, more = name_ranks(others), name_ranks(ranks)
     if len(ranks) > len(others):
-        lacks = "lacks" if len(others) == 1 else "lack"
-        return f"{fewer} {lacks} {which} of {more}, and would match otherwise"
-    whose = "its" if len(ranks) == 1 else "their"
-    return f"without {whose} {which}, {more} would match {fewer}"
+        return f"if {fewer} also called {which} of {more}, {'it' if len(others) == 1 else 'they'} would match them"
+    whose, who = ("its", "it") if len(ranks) == 1 else ("their", "they")
+    return f"if {more} skipped {whose} {which}, {who} would match {fewer}"
 
 
 def describe_difference(recent: Mapping[int, History], difference: Difference, stuck: int) -> list[str]:

@@ -423,7 +423,8 @@ _OTHER_SCHEDULE: Explanation = {
 
 
 _OTHERWISE_FROZEN: Explanation = {
-    "cause": "a checkpoint does not keep requires_grad, and loading or the loader sets it otherwise than before saving",
+    "cause": "a checkpoint does not keep requires_grad, and loading or the loader sets it differently than before "
+    "saving",
     "remedy": "freeze the same parameters in the loader or in resume() as before saving",
 }
 _UNTIED: Explanation = {

@@ -70,7 +70,8 @@ def _compare_loads(first: TensorFacts, second: TensorFacts | None, drawn: bool) 
 
 
 @checkpoint_check(
-    promise="the state dict has exactly the reference's keys, or one of each tie, without prefixes of wrappers",
+    promise="the state dict has exactly the reference's keys (one name is enough for tied weights), without prefixes "
+    "of wrappers",
     needs=["inventory", "reference", "state_dict"],
     after=["same_manifest_on_every_rank", "names_match_reference"],
     why="Code that loads the checkpoint by name does not find a renamed weight, and often does not report it.",

@@ -41,7 +41,7 @@ NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=10
 
 
 @scale_check(
-    promise="in a simulated world, no rank holds nothing of what the ranks should share (small tensors do not count)",
+    promise="in a simulated world, each rank holds a part of every large tensor that is split",
     needs=["inventory"],
     after=[MANIFEST, "dtensor_placements", "shards_tile_the_tensor"],
     why="A tensor whose dim is shorter than the number of ranks is shared by a few of them: these hold much more than "
@@ -154,8 +154,8 @@ def _bytes(tensor: TensorFacts) -> int:
 
 
 @scale_check(
-    promise="in a simulated world, what a rank holds falls as the mesh grows, each dimension of the mesh that is "
-    "for parts of the model divides some, and no group gathers a large part of the model at a time",
+    promise="in a simulated world, what a rank holds falls as the mesh grows, each mesh dimension that "
+    "should split the model splits at least one tensor, and no group gathers a large part of the model at a time",
     after=[MANIFEST, *EXPLAINING],
     why="A model that fits on eight GPUs should fit on sixty-four with room for longer sequences; a part that does not "
     "fall is paid on every GPU.",

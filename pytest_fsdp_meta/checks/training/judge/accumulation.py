@@ -25,12 +25,12 @@ from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 
 @training_check(
-    promise="gradients accumulated over micro-batches equal those of their rows in one batch, also in a shorter step, "
-    "and are reduced only with the last micro-batch",
+    promise="gradients accumulated over micro-batches equal those of their rows in one batch, also in a step with "
+    "fewer rows, and are reduced only with the last micro-batch",
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="If turning the reduction off has no effect, each micro-batch costs a reduction; if it stays off, the whole "
-    "step is lost. A shorter step that is divided as a full one trains too little on its rows.",
+    "step is lost. A step with fewer rows that is divided as a full one trains too little on them.",
     cause="the switch (FSDP2's set_requires_gradient_sync, DDP's no_sync) does not reach every wrapped module",
     remedy="apply the switch to every FSDP module, and turn it on again before the backward of the last micro-batch",
     references=["nvidia-cosmos/cosmos-framework#161", "huggingface/transformers#39659", "modelscope/ms-swift#10084"],

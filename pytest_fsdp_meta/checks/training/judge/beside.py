@@ -22,7 +22,7 @@ from pytest_fsdp_meta.text import first_of
 
 
 @training_check(
-    promise="weights that are averaged or copied beside the model are those of the training on one device",
+    promise="weights that are averaged or copied beside the model equal those of the training on one device",
     uses=["values", "verifier"],
     after=[*BEFORE_UPDATES, "second_grad_parity", "update_parity", "loss_parity"],
     why="Averaged weights are what is evaluated and released, and nothing that is logged depends on them.",
@@ -156,7 +156,7 @@ def _describe_factor(cases: Sequence[tuple[int, Comparison]]) -> str:
     factors = {f"{c.measure.factor:.4g}" for _, c in cases if c.measure is not None and c.measure.residual < 0.05}
     if len(factors) == 1 and factors != {"1"}:
         return f"moves {factors.pop()} times as far as the reference's"
-    return "moves otherwise than the reference's"
+    return "moves differently from the reference's"
 
 
 def _number(value: float | None) -> str:

@@ -68,7 +68,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
                 }
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if not judged:
-        raise NotJudged("no parameter is replicated, and training changes no buffer that is")
+        raise NotJudged("no parameter is replicated, and training changes no replicated buffer")
 
 
 def _judged_buffers(view: View) -> dict[str, bool]:
@@ -241,7 +241,7 @@ def _changed_buffers(view: View) -> set[str]:
 
 
 def _moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str, Cases]:
-    """Return the ranks whose buffers have moved otherwise than the reference's.
+    """Return the ranks whose buffers have moved differently from the reference's.
 
     ``when`` is FIRST_BUFFERS or LAST_BUFFERS.
     """

@@ -161,7 +161,7 @@ _WRONG_NORM: dict[bool, Explanation] = {
 
 
 @training_check(
-    promise="on every rank, clipping to half of the norm leaves the gradients that it leaves on one device, and "
+    promise="on every rank, clipping to half of the norm gives the same gradients as on one device, and "
     "clipping to a bound above the norm changes none",
     uses=["values", "verifier"],
     fields=["clip_grad_norm"],

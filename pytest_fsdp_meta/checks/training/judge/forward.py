@@ -81,7 +81,7 @@ def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:
 
 @training_check(
     promise="in a training step, modules that learn are in train(), or the whole model is in eval(); in eval(), no "
-    "module drops elements, and in train() each drops the reference's fraction, or nothing",
+    "module drops elements; in train(), each dropout drops the same fraction as in the reference, or nothing",
     needs=["inventory", "training_mode"],
     uses=["reference", "training"],
     after=BLOCKING_CHECKS,

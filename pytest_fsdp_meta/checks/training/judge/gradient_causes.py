@@ -209,7 +209,7 @@ _ON_SOME_RANKS: Explanation = {
 BY_STEP = either(
     "",
     "train_step leaves out rows, as a zero_grad() between its micro-batches does, has other labels or another mask, or "
-    "scales or clips otherwise than one backward of the mean loss over the whole batch",
+    "scales or clips differently from one backward of the mean loss over the whole batch",
     "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
     "of one rank's shards",
     "compare labels and mask with those of Subject(loss=...); reduce once, after the last micro-batch; divide by what "

@@ -49,7 +49,7 @@ SCALED = 0.05
 LEAST_SCALE = 1024
 """Factor: gradients before clipping that are larger by more are scaled as for float16, which the first scale is."""
 ALIKE = 0.25
-"""Fraction: weights that have moved by this much otherwise than the reference's may have gradients of another scale."""
+"""Fraction: weights that differ from the reference's by this much of their move may have gradients of another scale."""
 FAR = 3
 """A factor of all gradients is named if its distance from 1 is this many times the error of their direction. A smaller
 one may be noise."""
@@ -110,8 +110,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
             )
         if all(run.unclipped for run in runs) and not _moved_apart(runs) <= ALIKE:
             raise PartlyJudged(
-                "the weights moved otherwise than the reference's, so the gradients before clipping were not compared, "
-                "and clipping hides their scale; compute in float32 in this test"
+                "the weights moved differently from the reference's, so the gradients before clipping were not "
+                "compared, and clipping hides their scale; compute in float32 in this test"
             )
 
 

@@ -12,12 +12,12 @@ from pytest_fsdp_meta.text import name_ranks
 
 
 @training_check(
-    promise="a step in which the model returns NaN on some ranks is made by all ranks, or skipped by all, and what is "
+    promise="a step in which the model returns NaN on some ranks is taken by all ranks, or skipped by all, and what is "
     "skipped has no effect on the next step",
     needs=["inventory", "not_finite"],
     fields=["train_step"],
     after=EXPLAINING_CHECKS,
-    why="After one bad batch, ranks that have made the step hold other weights than those that have skipped it, or "
+    why="After one bad batch, ranks that have taken the step hold other weights than those that have skipped it, or "
     "wait for gradients that the others never reduce.",
     cause="each rank decides by its own loss whether it skips the step",
     remedy="decide by what all ranks know: the norm of the gradients, or whether all losses are finite "

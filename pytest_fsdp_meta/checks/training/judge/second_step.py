@@ -58,7 +58,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     if len(seconds) < len(runs):
         raise NotJudged(_describe_missing(view, runs))
     if not first_steps_equal(view, seconds):
-        message = "the first step moved the parameters otherwise than in the reference"
+        message = "the first step moved the parameters differently from the reference"
         if loaded := describe_loaded_state(view):
             raise NotJudged(f"{message}: {loaded}")
         require_same_forward(view, runs)

@@ -94,7 +94,7 @@ class ReferenceClipping:
 
 
 def _clip_reference(model: Module, clip: ClipGradNorm, torch_norm: float, record: Path) -> OwnClipping | None:
-    """Return what the author's function does otherwise than torch's, with the clipped gradients in ``record``."""
+    """Return what the author's function does differently from torch's, with the clipped gradients in ``record``."""
     norm = norm_by_clipping(model, clip)
     if not (math.isfinite(norm) and norm > 0):
         return None
