@@ -159,7 +159,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
-        reason = f"{describe_left_out(view.left_out)}; {REST_PASSED}"
+        reason = describe_left_out(view.left_out) + (f"; {REST_PASSED}" if view.has_judgeable else "")
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
     return Verdict(check, "passed", reason=note)
 

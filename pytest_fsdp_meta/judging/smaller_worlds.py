@@ -30,6 +30,21 @@ COMPARE = {
     "full_state_dict_exports": "state_dict() and its hooks",
 }
 """Check or family -> where the cause is, if one rank is enough for the finding."""
+ON_RANKS = "the code that depends on the rank or the mesh"
+COMPARE_RANKS = {
+    "structure": ON_RANKS,
+    "values": "how weights are split and sent to the ranks",
+    "drawn_weights_are_one_draw": "how the ranks are seeded",
+    "training": "how rows are divided, and how loss and gradients are reduced",
+    **dict.fromkeys(("forward_sees_current_weights", "frozen_weights_stay_frozen", "every_trainable_moves"), ON_RANKS),
+    "buffers_follow_training": "how rows are divided, and how the buffers are reduced",
+    "grad_norm_parity": "how the norms of the ranks are added",
+    "beside_parity": ON_RANKS,
+    "checkpoint": "how the shards of the ranks are saved and read",
+    "load_is_repeatable": ON_RANKS,
+    "full_state_dict_exports": "how state_dict() and its hooks gather the shards",
+}
+"""Check or family -> where the cause is, if the finding takes several ranks."""
 
 
 def may_be_due_to_ranks(check: Check) -> bool:
@@ -61,7 +76,9 @@ def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequen
         compare = "" if finding.origin else f", so not in the sharding: compare {place}"
         start = f"a world of one rank fails as well{compare}"
     else:
-        start = f"a world of one rank passes{_describe_dimensions(check, alike, others)}"
+        place = COMPARE_RANKS.get(check.id, COMPARE_RANKS[check.family])
+        compare = "" if finding.origin else f", so it takes several ranks: compare {place}"
+        start = f"a world of one rank passes{_describe_dimensions(check, alike, others) or compare}"
     chosen = {True: finding.cause_alone, False: finding.cause_sharded, None: ""}[found]
     remedy = finding.remedy_alone if found else ""
     origin = "; ".join(filter(None, [finding.origin, start]))

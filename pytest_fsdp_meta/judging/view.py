@@ -93,12 +93,15 @@ class View:
         self.selection = selection
         self._already_failed = already_failed
         self._left_out: dict[str, dict[str, None]] = {}
+        self.has_judgeable = False
+        """Whether the judge has asked for a tensor that passed the more basic checks."""
 
     def judgeable(self, name: str) -> bool:
         """Return whether the tensor passed the more basic checks; if not, record it as left out."""
         by = self._already_failed.get(name)
         if by is not None:
             self._left_out.setdefault(by, {})[name] = None
+        self.has_judgeable |= by is None
         return by is None
 
     def already_failed_in(self, name: str) -> str | None:

@@ -16,8 +16,14 @@ from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, CheckRecord
 from pytest_fsdp_meta.reports.summary import record_findings
-from pytest_fsdp_meta.reports.terminal import describe_error, describe_failure, describe_finding
-from pytest_fsdp_meta.text import first_line, first_of
+from pytest_fsdp_meta.reports.terminal import (
+    complete_kinds,
+    describe_error,
+    describe_failure,
+    describe_finding,
+    describe_findings,
+)
+from pytest_fsdp_meta.text import first_line
 
 ATTRIBUTE = "fsdp_item"
 KIND = "fsdp_kind"
@@ -136,6 +142,7 @@ def check_record(
         detail=_shorten_detail(outcome.detail) if outcome is not None else "",
         findings=record_findings(verdict) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
+        all_of=complete_kinds((one.tensor for one in verdict.findings if one.tensor), verdict.model) if verdict else {},
         missing_field=verdict.missing_field if verdict else "",
         place=_place_of(outcome, root),
     )
@@ -200,7 +207,7 @@ def failure_line(record: CheckRecord, outcome: Outcome | None) -> FailureLine | 
     if outcome.line is not None:
         return outcome.line
     if record.status == "failed" and record.findings:
-        return FailureLine(record.check, first_of(list(map(describe_finding, record.findings))))
+        return FailureLine(record.check, describe_findings(record.findings, record.all_of))
     if record.status == "xpassed":
         return FailureLine(record.check, explain_pass(record.reason))
     return FailureLine(record.check, record.reason) if record.status == "error" and record.reason else None

@@ -151,6 +151,8 @@ class CheckRecord:
     if it is inside. Empty if no frame is the user's."""
     history: CheckHistory | None = None
     """None without earlier runs."""
+    all_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kind of tensors, such as "parameter" -> all tensors of the kind, if each of them has a finding."""
 
     @property
     def kind(self) -> str:

@@ -9,8 +9,8 @@ from pytest_fsdp_meta.reports.compare import Change, Comparison
 from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
 from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
-from pytest_fsdp_meta.reports.terminal import by_cause, describe_finding, origins
-from pytest_fsdp_meta.text import counted, first_of, fold_names, without_numbers, without_occasion
+from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
+from pytest_fsdp_meta.text import counted, first_of, without_numbers, without_occasion
 
 CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
 MOST_STARTS = 2
@@ -32,11 +32,13 @@ class Place:
 
     @property
     def found(self) -> str:
-        """The first finding, and how many more there are; "" without findings."""
-        if not self.findings:
-            return ""
-        more = f", and {counted(len(self.findings) - 1, 'more finding')}" if len(self.findings) > 1 else ""
-        return describe_finding(self.findings[0]) + more
+        """The findings of the first tensors, and how many more there are; "" without findings."""
+        return describe_findings(self.findings, self.kinds) if self.findings else ""
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kinds of tensors of which the check has findings on all."""
+        return self.check.all_of if self.check is not None else {}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Story:
     def subject(self) -> str:
         """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
         names = (finding.tensor for place in self.places for finding in place.findings)
-        return first_of(list(fold_names(name for name in names if name is not None)))
+        named = [name for name in names if name is not None]
+        # Tensors of several models have no number in common.
+        kinds = self.places[0].kinds
+        return first_of(list(fold_tensors(named, kinds if all(place.kinds == kinds for place in self.places) else {})))
 
     @property
     def headline(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
@@ -29,6 +29,8 @@ FIELDS = {
 """Observation -> the fields of Subject that it needs."""
 WIDTH = 118
 Found = TypeVar("Found", Finding, FindingRecord)
+Kinds = Mapping[str, Collection[str]]
+"""Kind of tensors, such as "parameter" -> all tensors of the kind."""
 
 
 def printable(name: str) -> str:
@@ -126,14 +128,40 @@ def group_similar(findings: Iterable[Found], but_numbers: bool = False) -> list[
     return list(groups.values())
 
 
-def _describe_findings(findings: Sequence[Finding], verdict: Verdict) -> list[str]:
-    """Return one line for each set of similar tensors with the same mismatch on the same ranks.
-
-    Where that takes many lines, a mismatch that differs only in its numbers counts as the same.
-    """
+def group_for_lines(findings: Sequence[Found]) -> list[list[Found]]:
+    """Group similar findings. If these are many groups, a mismatch that differs only in its numbers is similar too."""
     groups = group_similar(findings)
-    if len(groups) > MOST_ALIKE:
-        groups = group_similar(findings, but_numbers=True)
+    return group_similar(findings, but_numbers=True) if len(groups) > MOST_ALIKE else groups
+
+
+def describe_findings(findings: Sequence[Found], kinds: Kinds, with_detail: bool = True) -> str:
+    """Return findings in one line: those of the first tensors that have one name, and the number of the others."""
+    name, alike = _name_first(group_for_lines(findings)[0], kinds)
+    first = alike[0]
+    mismatch, detail = describe_mismatch(first), first.detail if with_detail else ""
+    if any(describe_mismatch(one) != mismatch for one in alike):
+        detail = "; ".join(filter(None, [f"the numbers are those of {printable(str(first.tensor))}", detail]))
+    elif detail and any(one.detail != detail for one in alike):
+        detail = f"{printable(str(first.tensor))}: {detail}"
+    more = len(findings) - len(alike)
+    line = f"{name}, {name_ranks(first.ranks)}: {mismatch}" + (f" ({detail})" if detail else "")
+    return line + (f"; {counted(more, 'more finding')}" if more else "")
+
+
+def _name_first(group: Sequence[Found], kinds: Kinds) -> tuple[str, Sequence[Found]]:
+    """Return one name for the first tensors of similar findings, and their findings."""
+    names = dict.fromkeys(one.tensor for one in group if one.tensor is not None)
+    for text, known in _whole_kinds(names, kinds).items():
+        return text, [one for one in group if one.tensor in known]
+    folded = list(fold_names(names))
+    if len(folded) == 1 < len(names):
+        return printable(folded[0]), group
+    return printable(next(iter(names), "the model")), group[:1]
+
+
+def _describe_findings(findings: Sequence[Finding], verdict: Verdict) -> list[str]:
+    """Return one line for each set of similar tensors with the same mismatch on the same ranks."""
+    groups = group_for_lines(findings)
     lines = [line for group in groups for line in _describe_group(group, verdict)]
     if len(lines) > MOST_LINES:
         left = len(lines) - MOST_LINES
@@ -147,7 +175,7 @@ def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
         distinct = dict.fromkeys(finding.detail for finding in group)
         return [f"  the model, {ranks}: {mismatch}" + (f" ({detail})" if detail else "") for detail in distinct]
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
-    names = _fold_tensors(list(details), verdict.model)
+    names = fold_tensors(list(details), verdict.model)
     if any(describe_mismatch(finding) != mismatch for finding in group):
         first = next(iter(details))
         detail = "; ".join(filter(None, [f"the numbers are those of {first}", details[first]]))
@@ -165,15 +193,29 @@ def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
     return lines
 
 
-def _fold_tensors(names: Sequence[str], model: Mapping[str, frozenset[str]]) -> dict[str, str]:
+def fold_tensors(names: Sequence[str], kinds: Kinds) -> dict[str, str]:
     """Return a text for several names -> the first of them. All tensors of a kind become "all 40 buffers"."""
     folded: dict[str, str] = {}
     left = list(names)
-    for kind, known in model.items():
-        if len(known) >= FEWEST_OF_ALL and known <= set(names):
-            folded[f"all {len(known)} {kind}s"] = next(name for name in names if name in known)
-            left = [name for name in left if name not in known]
+    for text, known in _whole_kinds(names, kinds).items():
+        folded[text] = next(name for name in names if name in known)
+        left = [name for name in left if name not in known]
     return folded | fold_names(left)
+
+
+def _whole_kinds(names: Iterable[str], kinds: Kinds) -> dict[str, frozenset[str]]:
+    """Return a text such as "all 40 buffers" -> their names, for the kinds of which every tensor is named."""
+    return {f"all {len(known)} {kind}s": frozenset(known) for kind, known in complete_kinds(names, kinds).items()}
+
+
+def complete_kinds(names: Iterable[str], kinds: Kinds) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of which every tensor is named, unless they have so few that these are named one by one."""
+    given = set(names)
+    return {
+        kind: tuple(sorted(known))
+        for kind, known in kinds.items()
+        if len(known) >= FEWEST_OF_ALL and given.issuperset(known)
+    }
 
 
 def paragraph(label: str, text: str) -> str:

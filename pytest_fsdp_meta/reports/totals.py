@@ -19,7 +19,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
-from pytest_fsdp_meta.reports.terminal import describe_finding, paragraph, printable
+from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph, printable
 from pytest_fsdp_meta.text import counted, first_of
 
 ACTIVITIES = {
@@ -94,13 +94,18 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, reasons: bool = False) -> Iterator[Line]:
-    """Yield the lines of the section. With ``reasons``, also why checks are only partly checked."""
+def describe_totals(
+    loaders: Sequence[LoaderRecord], verbosity: int = 0, reasons: bool = False, is_shown: bool = False
+) -> Iterator[Line]:
+    """Yield the lines of the section. With ``reasons``, also why checks are only partly checked.
+
+    If pytest's section of failures ``is_shown``, the cause of a single failed check is not repeated.
+    """
     for loader in loaders:
         yield _describe_loader(loader)
         yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
-        yield from _describe_causes(loaders)
+        yield from _describe_causes(loaders, is_shown)
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if reasons:
@@ -140,8 +145,11 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
     return f" ({', '.join(longest)})" if longest else ""
 
 
-def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterator[Line]:
     stories = stories_of(loaders)
+    if is_shown and (alone := _only_failure(stories)):
+        yield f"failed: {_describe_place(alone)}", {}
+        return
     for kind, (label, noun) in LABELS.items():
         same = [story for story in stories if story.kind == kind]
         for story in same[:MOST_CAUSES]:
@@ -152,6 +160,14 @@ def _describe_causes(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
         yield "", {}
 
 
+def _only_failure(stories: Sequence[Story]) -> Place | None:
+    """Return the place of the failed check, with all of its findings, if nothing else needs a fix."""
+    places = [place for story in stories for place in story.places]
+    if not places or any(not place.findings or place.check is not places[0].check for place in places):
+        return None
+    return replace(places[0], findings=tuple(found for place in places for found in place.findings))
+
+
 def _describe_story(label: str, story: Story) -> Iterator[Line]:
     yield "", {}
     yield paragraph(label, story.headline), {"bold": True}
@@ -160,20 +176,18 @@ def _describe_story(label: str, story: Story) -> Iterator[Line]:
     if story.remedy:
         yield paragraph("   remedy: ", story.remedy), {}
     for place in story.places[:MOST_PLACES]:
-        yield f"   {_describe_place(story, place)}", {}
+        yield f"   {_describe_place(place, story.kind)}", {}
     if len(story.places) > MOST_PLACES:
         yield f"   ... and {len(story.places) - MOST_PLACES} more", {}
 
 
-def _describe_place(story: Story, place: Place) -> str:
+def _describe_place(place: Place, kind: str = FINDING) -> str:
     where = printable(place.loader.loader)
     if place.check is None:
         return where
     if place.findings:  # pytest's section of failures has their details
-        found = describe_finding(replace(place.findings[0], detail=""))
-        more = len(place.findings) - 1
-        return f"{place.check.check} in {where}: {found}" + (f"; {counted(more, 'more finding')}" if more else "")
-    if story.kind == CRASH:  # the line of the loader has the number of its checks
+        return f"{place.check.check} in {where}: {describe_findings(place.findings, place.kinds, with_detail=False)}"
+    if kind == CRASH:  # the line of the loader has the number of its checks
         return where
     if len(place.checks) > 1:
         return f"{where}: {counted(len(place.checks), 'check')} not judged"

@@ -50,6 +50,15 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Element:
+    """An element that differs: its *global* index, and its values."""
+
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A rank's own shard compared element by element with the same slice of the reference.
 
@@ -77,6 +86,8 @@ class Comparison:
     """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
     varied: bool = False
     """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
+    farthest: Element | None = None
+    """The first of the elements with the largest absolute difference."""
 
     @property
     def relative(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, smallest
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, Element, smallest
 from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -211,6 +211,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     ours, theirs = ours.double(), theirs.double()
     distance = torch.where(differs, (ours - theirs).abs().nan_to_num(nan=torch.inf).clamp_min(least), 0.0)
     size = theirs.abs()
+    farthest = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     if actual.is_complex():  # real and imaginary part are one element
         distance, size = distance.norm(dim=-1), size.norm(dim=-1)
     relative = distance / size.clamp_min(torch.finfo(torch.float32).tiny)
@@ -228,6 +229,7 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
         measure=measure(ours, theirs, elements=actual.numel()) if measuring else None,
         rounded=rounded,
         varied=varied,
+        farthest=Element(whole_index(part, farthest[: actual.ndim]), float(ours[farthest]), float(theirs[farthest])),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -100,7 +101,7 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
     off = [(rank, c) for rank, c in pairs if limits.exceeded(rank, c)]
     if off:
         ranks = tuple(rank for rank, _ in off)
-        yield Finding(name, ranks, _describe_factor(off), limits.describe(off))
+        yield Finding(name, ranks, *_describe_movement(off, limits))
     counted = (
         (rank, Mismatch(f"{_number(c.actual)} after the training", f"{_number(c.expected)}"))
         for rank, c in pairs
@@ -151,12 +152,14 @@ def _moves_here_alone(pairs: Sequence[tuple[int, Comparison]]) -> bool:
     return bool(measures) and not any(m.truth for m in measures) and any(m.actual for m in measures)
 
 
-def _describe_factor(cases: Sequence[tuple[int, Comparison]]) -> str:
-    """Describe how far it moved if that is a multiple of the reference's, alike on all ranks."""
+def _describe_movement(cases: Sequence[tuple[int, Comparison]], limits: Limits) -> tuple[str, str, str]:
+    """Return (actual, expected, detail): a multiple of the reference's way if alike on all ranks, else the error."""
     factors = {f"{c.measure.factor:.4g}" for _, c in cases if c.measure is not None and c.measure.residual < 0.05}
     if len(factors) == 1 and factors != {"1"}:
-        return f"moves {factors.pop()} times as far as the reference's"
-    return "moves differently from the reference's"
+        return f"moves {factors.pop()} times as far as the reference's", limits.describe(cases), ""
+    worst = max(c.relative for _, c in cases)
+    error = f"relative error {worst:.2g}" if math.isfinite(worst) else ""
+    return "changes differently from the reference's", limits.describe(cases), error
 
 
 def _number(value: float | None) -> str:

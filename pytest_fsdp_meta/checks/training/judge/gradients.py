@@ -326,15 +326,19 @@ def _describe_wrong(
 
 
 def describe_error(limits: Limits, cases: Cases) -> str:
-    """Describe the error of the rank whose gradient is farthest off, or its length if only lengths are."""
+    """Describe the error of the rank whose gradient is farthest off, or its length if only lengths are.
+
+    The element is the one that is farthest off: most others may differ by little.
+    """
     if limits.only_scaled(cases):
         return describe_length(cases)
     rank, worst = max(cases, key=lambda case: case[1].relative)
-    place = f" at [{', '.join(map(str, worst.index))}]" if worst.index else ""
     off = f"relative error {worst.relative:.2g}; " if math.isfinite(worst.relative) else ""
-    if worst.actual is None or worst.expected is None:  # gradients that are NaN on both sides have no other element
+    element = worst.farthest
+    if element is None:  # gradients that are NaN on both sides have no other element
         return off.rstrip("; ") or f"not finite on rank {rank}"
-    return f"{off}{worst.actual:.6g}{place} on rank {rank}, but should be {worst.expected:.6g}"
+    place = f" at [{', '.join(map(str, element.index))}]" if element.index else ""
+    return f"{off}{element.actual:.6g}{place} on rank {rank}, but should be {element.expected:.6g}"
 
 
 _MISSING: Explanation = {
