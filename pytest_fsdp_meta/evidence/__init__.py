@@ -38,7 +38,7 @@ from pytest_fsdp_meta.checks.training.facts import (
     TensorNoise,
     TrainedBuffers,
 )
-from pytest_fsdp_meta.checks.values.facts import Comparison, Measure
+from pytest_fsdp_meta.checks.values.facts import Comparison, Element, Measure
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,
     Evidence,
@@ -61,6 +61,7 @@ __all__ = [
     "Clipping",
     "Comparison",
     "DrawnTensor",
+    "Element",
     "Epoch",
     "Evidence",
     "Export",

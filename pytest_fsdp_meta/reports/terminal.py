@@ -128,10 +128,10 @@ def group_similar(findings: Iterable[Found], but_numbers: bool = False) -> list[
     return list(groups.values())
 
 
-def group_for_lines(findings: Sequence[Found]) -> list[list[Found]]:
-    """Group similar findings. If these are many groups, a mismatch that differs only in its numbers is similar too."""
+def group_for_lines(findings: Sequence[Found], most: int = MOST_ALIKE) -> list[list[Found]]:
+    """Group similar findings. With more than ``most`` groups, mismatches that differ only in numbers are similar."""
     groups = group_similar(findings)
-    return group_similar(findings, but_numbers=True) if len(groups) > MOST_ALIKE else groups
+    return group_similar(findings, but_numbers=True) if len(groups) > most else groups
 
 
 def describe_findings(findings: Sequence[Found], kinds: Kinds, with_detail: bool = True) -> str:

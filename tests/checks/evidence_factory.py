@@ -18,6 +18,7 @@ from pytest_fsdp_meta.evidence import (
     Clipping,
     Comparison,
     DrawnTensor,
+    Element,
     Epoch,
     Evidence,
     Export,
@@ -344,6 +345,7 @@ def remeasured(
 ) -> Evidence:
     """Make a gradient or update ``factor`` times the reference's plus an orthogonal difference of norm ``apart``."""
     off = {"equal": False, "differing": 1, "index": (0, 0), "expected": 0.5, "actual": 0.75}
+    off["farthest"] = Element((0, 0), actual=0.75, expected=0.5)
 
     def edit(run: RankTraining) -> RankTraining:
         seen = (
@@ -583,10 +585,13 @@ def rename(evidence: Evidence, prefix: str, *names: str) -> Evidence:
     )
 
 
-def left_out(by: str, *names: str) -> str:
-    """Return the reason of a check that passed for all but these tensors, which already failed ``by``."""
+def left_out(by: str, *names: str, rest: bool = True) -> str:
+    """Return the reason of a check that passed for all but these tensors, which already failed ``by``.
+
+    Without ``rest``, there are no others.
+    """
     count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"not checked: {count} that already failed {by} (first: {names[0]}); the rest passed"
+    return f"not checked: {count} that already failed {by} (first: {names[0]})" + ("; the rest passed" if rest else "")
 
 
 def verdict(id: str, evidence: Evidence) -> Verdict:

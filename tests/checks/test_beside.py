@@ -34,7 +34,7 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
     ("factor", "apart", "ranks", "actual", "expected"),
     [
         (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002"),
-        (1.0, 2.0, (1,), "moves differently from the reference's", "equal within 0.002"),
+        (1.0, 2.0, (1,), "changes differently from the reference's", "equal within 0.002"),
         (1.003, 0.0, (1,), "moves 1.003 times as far as the reference's", "equal within 0.002"),
         (0.0, 0.0, (0, 1), "does not move", "updated after each step"),
         (0.0, 0.0, (1,), "does not move", "updated after each step"),
@@ -43,6 +43,8 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
 def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, expected):
     evidence = remeasured(HEALTHY, EMA, factor, apart, ranks=ranks, observed="beside")
     assert shown(PARITY, evidence) == [(EMA, ranks, actual, expected)]
+    [found] = verdict(PARITY, evidence).findings
+    assert found.detail == ("relative error 0.58" if apart else "")
     if factor == 0:
         cause = "nothing updates it" if len(ranks) > 1 else "the other ranks update it and these do not"
         assert verdict(PARITY, evidence).findings[0].cause.startswith(cause)

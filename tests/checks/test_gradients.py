@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Accumulation, Comparison, Evidence, Measure, SmallerWorld
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, Element, Evidence, Measure, SmallerWorld
 from tests.checks.evidence_factory import (
     COUNTER,
     EMBEDDING,
@@ -253,7 +253,7 @@ def test_what_explains_wrong_gradients():
 
 def test_a_gradient_that_is_nan():
     nan = replace(alike(), actual=math.nan, apart=math.nan, dot=math.nan)
-    off = Comparison(MIDDLE, False, 12, 1, index=(0, 0), expected=0.5, actual=math.nan, measure=nan)
+    off = Comparison(MIDDLE, False, 12, 1, measure=nan, farthest=Element((0, 0), actual=math.nan, expected=0.5))
     found = verdict(PARITY, on_runs(healthy(), [1], gradients=(off,)))
     assert findings_of(found) == [
         (MIDDLE, (1,), "gradient differs from the reference's", WITHIN, "nan at [0, 0] on rank 1, but should be 0.5")

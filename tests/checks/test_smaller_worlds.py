@@ -7,7 +7,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Finding, built_in
 from pytest_fsdp_meta.evidence import SmallerWorld
 from pytest_fsdp_meta.judging.findings import either
-from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
+from pytest_fsdp_meta.judging.smaller_worlds import COMPARE_RANKS, add_smaller_worlds, may_be_due_to_ranks
 
 NAME = "layers.0.weight"
 CAUSES = either("the gradient is wrong: ", "a hook changes it", "it is reduced over too few ranks", "look")
@@ -28,6 +28,10 @@ def judged(smaller: list[SmallerWorld], check: str = "grad_parity", tensor: str 
 
 TP_FAILS = [world(passes=True), world(("dp_shard", 2), passes=True), world(("tp", 2), fails=NAME)]
 ALL_PASS = [world(passes=True), world(("dp_shard", 2), passes=True), world(("tp", 2), passes=True)]
+SEVERAL = (
+    "a world of one rank passes, so it takes several ranks: compare how rows are divided, and how loss and gradients "
+    "are reduced"
+)
 TOGETHER = "a world of one rank passes, and so do dp_shard=2 alone and tp=2 alone: only together do they fail"
 
 
@@ -37,8 +41,8 @@ TOGETHER = "a world of one rank passes, and so do dp_shard=2 alone and tp=2 alon
         ([], ("", BOTH)),
         ([world(fails=NAME)], (AS_WELL, ALONE)),
         ([world(fails="")], (AS_WELL, ALONE)),
-        ([world(fails="another.weight")], ("a world of one rank passes", SHARDED)),
-        ([world(passes=True)], ("a world of one rank passes", SHARDED)),
+        ([world(fails="another.weight")], (SEVERAL, SHARDED)),
+        ([world(passes=True)], (SEVERAL, SHARDED)),
         ([world()], ("", BOTH)),
         ([world(problem="in a world of 1, rank 0 raised E")], ("not known: in a world of 1, rank 0 raised E", BOTH)),
         (TP_FAILS, ("a world of one rank passes; tp=2 alone fails, dp_shard=2 alone passes", SHARDED)),
@@ -57,7 +61,7 @@ def test_findings_of_one_cause_start_in_one_place():
     assert [(one.origin, one.cause) for one in found] == [
         (AS_WELL, ALONE),
         (AS_WELL, ALONE),
-        ("a world of one rank passes", "something else"),
+        (SEVERAL, "something else"),
     ]
 
 
@@ -67,6 +71,17 @@ def test_a_finding_about_the_model_is_the_same_in_any_tensor():
 
 def test_a_module_that_is_known_needs_no_advice():
     assert judged([world(fails=NAME)], origin="layers.0.act")[0] == "layers.0.act; a world of one rank fails as well"
+    assert judged([world(passes=True)], origin="layers.0.act")[0] == "layers.0.act; a world of one rank passes"
+
+
+def test_every_check_that_may_be_due_to_ranks_says_what_to_compare():
+    checks = [check for check in built_in() if may_be_due_to_ranks(check)]
+    for check in checks:
+        finding = Finding(None, (0, 1), "differs", "", cause="", remedy="")
+        [found] = add_smaller_worlds(check, [finding], [SmallerWorld((), {}, (check.id,), "")])
+        compare = COMPARE_RANKS.get(check.id, COMPARE_RANKS[check.family])
+        assert found.origin == f"a world of one rank passes, so it takes several ranks: compare {compare}"
+    assert {check.id for check in checks} | {check.family for check in checks} >= COMPARE_RANKS.keys()
 
 
 @pytest.mark.parametrize("check", ["replicas_equal", "dtensor_placements", "no_meta_params"])

@@ -50,7 +50,7 @@ def test_each_cause_is_one_error_at_the_line_of_each_loader():
     assert lines(one, two) == [
         (
             *("error", "t.py", "10", f"t.py%3A%3Aone%3A {FIRST}%2C {SECOND}"),
-            "a, ranks 0-3: wrong, but should be right, and 1 more finding%0Ait is a buffer; recompute it",
+            "a, ranks 0-3: wrong, but should be right; 1 more finding%0Ait is a buffer; recompute it",
         ),
         (
             *("error", "t.py", "10", f"t.py%3A%3Aone%3A {FIRST}"),

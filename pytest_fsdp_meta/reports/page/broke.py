@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.checks import CheckView, Line, as_line
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
+from pytest_fsdp_meta.reports.schema import FindingRecord
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
-from pytest_fsdp_meta.reports.terminal import group_similar
+from pytest_fsdp_meta.reports.terminal import describe_mismatch, fold_tensors, group_for_lines
 
 MOST_CARDS = 12
 """Cards that are not folded."""
 MOST_VALUES = 3
 """Lines of values on a card; the loaders below have all."""
+MOST_ALIKE = 2
+"""Lines of one check that differ only in numbers, before one line stands for them."""
 MOST_CHIPS = 8
 """Loaders that a card names before it folds the others."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a check found, in ``loaders`` loaders with the same values; ``where`` is the first of them."""
+    """What a check found, in ``loaders`` loaders with the same values; ``where`` is the first of them.
+
+    ``names`` are the folded names of the tensors, and ``note`` says whose numbers or detail the line has.
+    """
 
     check: str
     line: Line
+    names: tuple[str, ...]
+    note: str
     where: str
+    findings: int
+    """The number of findings in all of these loaders."""
     loaders: int = 1
 
 
@@ -37,6 +47,11 @@ class Card:
     values: tuple[Value, ...]
     chips: tuple[tuple[LoaderView, LoaderView | CheckView], ...]
     """Each loader, with where its details and its first cell are: its own, or those of the check that failed."""
+
+    @property
+    def left(self) -> int:
+        """The number of findings that it does not show."""
+        return sum(value.findings for value in self.values[MOST_VALUES:])
 
 
 def make_cards(page: PageView, comparison: Comparison | None) -> list[Card]:
@@ -57,13 +72,25 @@ def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterable[Value]:
     """Return what was found, with the number of loaders that have the same values."""
     found: dict[object, Value] = {}
     for place in story.places:
-        for similar in group_similar(place.findings):
+        for similar in group_for_lines(place.findings, MOST_ALIKE):
             assert place.check is not None
             line = as_line(similar)
             key = place.check.check, line
             known = found.get(key)
             if known is not None:
-                found[key] = replace(known, loaders=known.loaders + 1)
+                number = known.findings + len(similar)
+                found[key] = replace(known, loaders=known.loaders + 1, findings=number)
             else:
-                found[key] = Value(place.check.check, line, views[id(place.loader)].short)
+                names = tuple(fold_tensors(line.names, place.kinds))
+                note, where = _describe_first(similar), views[id(place.loader)].short
+                found[key] = Value(place.check.check, line, names, note, where, len(similar))
     return found.values()
+
+
+def _describe_first(similar: Sequence[FindingRecord]) -> str:
+    """Return the detail of the first finding, and that the numbers are its own if others have other ones."""
+    first = similar[0]
+    if any(describe_mismatch(one) != describe_mismatch(first) for one in similar):
+        return "; ".join(filter(None, [f"the numbers are those of {first.tensor}", first.detail]))
+    is_shared = all(one.detail == first.detail for one in similar)
+    return first.detail if is_shared or not first.detail else f"{first.tensor}: {first.detail}"

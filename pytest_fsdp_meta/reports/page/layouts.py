@@ -72,6 +72,11 @@ class Layout:
         return tuple(fold_names(self.names))
 
     @property
+    def tied(self) -> tuple[str, ...]:
+        """The tensors that are one weight with the first, unless the drawing names them as well."""
+        return tuple(name for name in self.tensor.tied if name not in self.names)
+
+    @property
     def states(self) -> tuple[str, ...]:
         return tuple(state for state in STATES if any(held.state == state for held in self.held))
 

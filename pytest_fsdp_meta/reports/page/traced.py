@@ -20,7 +20,7 @@ USUAL = ("output", "gradient")
 UNITS = ("k", "M", "G", "T")
 NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
 NO_DEPARTURE = (
-    "No call departs. A difference that a check finds starts elsewhere then: in the loss, in how gradients of weights "
+    "No call departs, so a difference that a check finds starts elsewhere: in the loss, in how gradients of weights "
     "are summed over the ranks, or in what could not be compared"
 )
 EARLIER = ", or in weights that an earlier step left wrong"
@@ -77,6 +77,12 @@ class StepView:
     place: str
     problem: str
     phases: tuple[PhaseView, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every call agrees, so that there are no rows to look at."""
+        states = {cell.state for phase in self.phases for row in phase.rows for cell in row.cells}
+        return states == {"agrees"}
 
     @property
     def is_wide(self) -> bool:

@@ -265,6 +265,15 @@ class PageView:
         return group_unchecked(loader.checks.values() for loader in self.loaders)
 
     @property
+    def _only_failing(self) -> str:
+        """Return what the headline adds if one loader failed, and the check if it is a single one, such as ": a_b"."""
+        if len(self.failing) != 1 or self.report.missing:
+            return ""
+        loader = self.failing[0]
+        bad = [] if loader.is_crashed else [id for id, check in loader.checks.items() if check.kind in BAD]
+        return f": {bad[0]} in {loader.title}" if len(bad) == 1 else f": {loader.title}"
+
+    @property
     def verdict(self) -> tuple[str, str, str]:
         """(state: "incomplete", "failed", "known", "empty" or "passed"; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
@@ -284,7 +293,7 @@ class PageView:
             account = f"{what} · {account} · --fsdp-fail-on={outcome.fail_on}"
             return state_of(self.report), text[:1].upper() + text[1:], account
         if failures:
-            return "failed", failures, f"{where} · {account}"
+            return "failed", failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
         expected = counts.get("xfailed", 0)

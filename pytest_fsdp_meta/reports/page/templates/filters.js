@@ -71,6 +71,7 @@ function filterSection(section, now, names = matchTensors(now.tensor)) {
   tally.layouts = [drawings.filter((node) => !node.hidden).length, drawings.length];
   return tally;
 }
+const NOUNS = { loaders: ["loader", "loaders"], findings: ["group of findings", "groups of findings"], layouts: ["layout", "layouts"] };
 function filter() {
   if (!form) return;
   const now = state(), names = matchTensors(now.tensor);
@@ -91,7 +92,7 @@ function filter() {
   showRows(now, here, (check, kind) => fitsStatus(now, check, kind));
   if (narrowed) rows.forEach((row) => all(".cell", row).forEach((cell) => excluded.has(cell.hash.slice(1)) && cell.classList.add("dim")));
   markRank(now.rank);
-  const share = ([some, total], noun) => (some === total ? "" : `${some} of `) + `${total} ${total === 1 && noun === "loaders" ? "loader" : total === 1 && noun === "findings" ? "finding" : total === 1 && noun === "layouts" ? "layout" : noun}`;
+  const share = ([some, total], noun) => (some === total ? "" : `${some} of `) + `${total} ${total === 1 ? NOUNS[noun][0] : NOUNS[noun][1]}`;
   const kinds = Object.keys(tally).filter((key) => key !== "layouts" || !root.matches(".packed"));
   one("#shown").textContent = `Shown: ${kinds.map((key) => share(tally[key], key)).join(", ")}`;
 }
