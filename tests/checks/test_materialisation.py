@@ -209,6 +209,14 @@ def test_several_tensors_that_already_failed_are_counted():
     assert (rest.status, rest.reason) == ("skipped", left_out(PARAMS, EMBEDDING, FROZEN, HEAD))
 
 
+def test_there_is_no_rest_if_every_tensor_already_failed():
+    names = [tensor.name for tensor in gpus(2).inventory[0].tensors if tensor.kind == "parameter"]
+    evidence = gpus(2)
+    for name in names:
+        evidence = change(evidence, name, [1], **META)
+    assert verdict(PARAM_HOME, evidence).reason == left_out(PARAMS, *names, rest=False)
+
+
 def test_tensors_that_failed_two_checks_are_listed_by_check():
     evidence = change(change(gpus(2), MIDDLE, device="meta"), EMBEDDING, [1], dtype="float16")
     assert verdict(PARAM_HOME, evidence).reason == (

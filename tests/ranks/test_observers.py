@@ -16,7 +16,7 @@ from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
-from pytest_fsdp_meta.evidence import Comparison, Movement
+from pytest_fsdp_meta.evidence import Comparison, Element, Movement
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.ranks.batches import call_field, loss_of
 from pytest_fsdp_meta.ranks.bits import digest
@@ -98,6 +98,18 @@ LAZY = {
     "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
     "negated and conjugated": torch._neg_view(torch.tensor([1 + 2j, 3 - 4j])).conj(),
 }
+
+
+def test_the_farthest_element_is_not_the_first_that_differs(compared):
+    expected = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]])
+    actual = expected + torch.tensor([[0.0, 0.25], [0.0, 0.0], [2.0, -2.0]])
+    found = compared(actual, expected)
+    assert (found.index, found.farthest) == ((0, 1), Element((2, 0), actual=-3.0, expected=-5.0))
+    assert compared(torch.full((2,), torch.nan), torch.ones(2)).farthest.index == (0,)
+    assert compared(torch.tensor(2.0), torch.tensor(1.0)).farthest == Element((), actual=2.0, expected=1.0)
+    part = compared(torch.tensor([1 + 1j, 2 + 5j]), torch.tensor([1 + 2j, 2 + 2j])).farthest
+    assert part == Element((1,), actual=5.0, expected=2.0)
+    assert compared(expected, expected).farthest is None
 
 
 @pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)

@@ -104,6 +104,27 @@ def test_equal_values_are_one_line_and_others_name_their_loader():
     assert card.story.again == "python -m pytest 't.py::a[no_meta_params]'"
 
 
+def test_values_that_differ_only_in_numbers_are_one_line_as_in_the_terminal():
+    others = [finding(f"layers.{one}.weight", actual="off", expected=f"within 0.{one + 1}") for one in range(3)]
+    one = loader(checks={"grad_parity": check("grad_parity", "failed", others)})
+    (card,) = cards(report(one))
+    [value] = card.values
+    assert (value.names, value.findings, card.left) == (("layers.{0..2}.weight",), 3, 0)
+    assert value.note == "the numbers are those of layers.0.weight"
+    apart = [finding(f"layers.{number}.weight", actual=f"is {word}") for number, word in enumerate("abcd")]
+    (card,) = cards(report(loader(checks={"grad_parity": check("grad_parity", "failed", [*apart, apart[-1]])})))
+    assert (len(card.values), card.left) == (4, 2)
+
+
+def test_findings_on_all_tensors_of_a_kind_are_named_by_their_number():
+    names = tuple(f"{letter}.weight" for letter in "abcd")
+    failed = check("grad_parity", "failed", [finding(name) for name in names])
+    (card,) = cards(report(loader(checks={"grad_parity": replace(failed, all_of={"parameter": names})})))
+    assert (card.story.subject, card.values[0].names) == ("all 4 parameters", ("all 4 parameters",))
+    (card,) = cards(report(loader(checks={"grad_parity": failed})))
+    assert card.story.subject == "a.weight and 3 more"
+
+
 def test_a_crash_names_the_line_of_the_user_and_leads_to_the_loader():
     crashed = raised()
     crashed = replace(crashed, checks=tuple(replace(one, place="pkg/b.py:88") for one in crashed.checks))

@@ -199,14 +199,15 @@ def test_the_verdict_accounts_for_every_check():
     assert headline(loader()) == ("passed", "All judged checks passed", f"1 loader · {account}")
     assert headline(loader_with(no_meta_params="failed", loss_parity="error"))[:2] == (
         "failed",
-        "1 check failed, 1 error",
+        "1 check failed, 1 error: tests/test_llama.py::test_loads",
     )
     assert headline(loader_with(no_meta_params="not run", loss_parity="not selected")) == (
         "failed",
-        "1 not run",
+        "1 not run: no_meta_params in tests/test_llama.py::test_loads",
         f"in 1 of 1 loader · {total - 2} of {total} checks accounted for",
     )
-    assert headline(factory.raised())[1] == "1 loader crashed"
+    assert headline(factory.raised())[1] == "1 loader crashed: tests/test_llama.py::test_raises"
+    assert headline(loader_with(no_meta_params="failed"), loader_with(loss_parity="failed"))[1] == "2 checks failed"
     assert headline(loader_with_all("not selected"))[:2] == ("empty", "Nothing was judged")
     assert headline(replace(loader_with_all("not declared"), error="it raised"))[0] == "failed"
     assert build_view(replace(report(), loaders=())).verdict == ("empty", "Nothing was judged", "no loader was judged")
@@ -696,7 +697,7 @@ def test_a_run_leaves_its_page(project: Project):
     assert set(project.notes) == {"incomplete"}
     page = path.read_bytes()
     parsed = Reader(page.decode())
-    assert "1 check failed in 1 of 1 loader" in parsed.text
+    assert "in 1 of 1 loader" in parsed.text
     assert "pytest exited with 1" in parsed.text
     assert [a["aria-label"] for tag, a in parsed.elements if a.get("class") == "mesh"] == [
         "ranks 0, 1: whole tensor"

@@ -147,7 +147,7 @@ def test_filter_by_tensor(opened):
     until(page, "location.hash === '#tensor=rotary'")
     assert [text.split(",")[0] for text in shown(page, ".lines > li p:first-child")] == [ROTARY]
     assert shown(page, ".drawing .names") == [ROTARY] * 2
-    assert page.locator("#shown").inner_text() == ("Shown: 2 loaders, 1 of 4 findings, 2 of 13 layouts")
+    assert page.locator("#shown").inner_text() == ("Shown: 2 loaders, 1 of 4 groups of findings, 2 of 13 layouts")
     page.locator("#by-tensor").fill("model.layers.1.*")
     until(page, "document.querySelector('#shown').textContent.includes(' 8 of')")
     assert shown(page, ".lines .name") == ["model.layers.{0..3}.mlp.up_proj.weight"]
@@ -155,7 +155,7 @@ def test_filter_by_tensor(opened):
     until(page, "document.querySelector('#shown').textContent.includes('0 of 2 loaders')")
     page.get_by_role("button", name="Reset").click()
     until(page, "location.hash === ''")
-    assert page.locator("#shown").inner_text() == "Shown: 2 loaders, 4 findings, 13 layouts"
+    assert page.locator("#shown").inner_text() == "Shown: 2 loaders, 4 groups of findings, 13 layouts"
 
 
 def test_filter_by_status_check_rank_and_loader(opened):
@@ -177,7 +177,7 @@ def test_filter_by_status_check_rank_and_loader(opened):
     page.get_by_role("button", name="Reset").click()
     page.locator("#by-loader").select_option("2")
     until(page, "location.hash === '#loader=2'")
-    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 4 loaders, 0 of 4 findings, ")
+    assert page.locator("#shown").inner_text().startswith("Shown: 1 of 4 loaders, 0 of 4 groups of findings, ")
     assert shown(page, ".loader h2") == ["tests/test_llama.py::test_0"]
 
 

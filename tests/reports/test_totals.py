@@ -155,6 +155,25 @@ def test_a_line_for_each_loader_and_one_for_all_checks() -> None:
     ]
 
 
+def test_a_single_failed_check_that_pytest_shows_is_not_explained_again() -> None:
+    names = [f"layers.{number}.weight" for number in range(4)]
+    findings = tuple(replace(FOUND, tensor=name, cause=f"cause of {name[:8]}") for name in names)
+    one = loader_with("failed", "passed")
+    one = replace(one, checks=(replace(one.checks[0], findings=findings), one.checks[1]))
+    where = f"{IDS[0]} in t.py::test_x"
+
+    def lines(*loaders: LoaderRecord, is_shown: bool = True) -> list[str]:
+        return [line for line, _ in describe_totals(loaders, is_shown=is_shown)]
+
+    assert lines(one)[1:-1] == [
+        f"failed: {where}: layers.{{0..3}}.weight, ranks 0, 1: on meta, but should be on a device"
+    ]
+    whole = replace(one, checks=(replace(one.checks[0], all_of={"parameter": tuple(names)}), one.checks[1]))
+    assert lines(whole)[1].startswith(f"failed: {where}: all 4 parameters, ranks 0, 1: ")
+    assert any("likely cause: " in line for line in lines(one, is_shown=False))
+    assert any("likely cause: " in line for line in lines(one, replace(one, loader="t.py::test_y")))
+
+
 def evenness(
     sizes: Mapping[str, tuple[int, ...]],
     mesh: Mapping[str | None, int],
