@@ -163,7 +163,8 @@ def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterato
 def _only_failure(stories: Sequence[Story]) -> Place | None:
     """Return the place of the failed check, with all of its findings, if nothing else needs a fix."""
     places = [place for story in stories for place in story.places]
-    if not places or any(not place.findings or place.check is not places[0].check for place in places):
+    failed = {(id(place.loader), id(place.check)) for place in places}
+    if len(failed) != 1 or not all(place.findings for place in places):
         return None
     return replace(places[0], findings=tuple(found for place in places for found in place.findings))
 

@@ -199,11 +199,11 @@ def test_the_verdict_accounts_for_every_check():
     assert headline(loader()) == ("passed", "All judged checks passed", f"1 loader · {account}")
     assert headline(loader_with(no_meta_params="failed", loss_parity="error"))[:2] == (
         "failed",
-        "1 check failed, 1 error: tests/test_llama.py::test_loads",
+        "1 check failed, 1 error: tests/test_llama.py::test_llama",
     )
     assert headline(loader_with(no_meta_params="not run", loss_parity="not selected")) == (
         "failed",
-        "1 not run: no_meta_params in tests/test_llama.py::test_loads",
+        "1 not run: no_meta_params in tests/test_llama.py::test_llama",
         f"in 1 of 1 loader · {total - 2} of {total} checks accounted for",
     )
     assert headline(factory.raised())[1] == "1 loader crashed: tests/test_llama.py::test_raises"
