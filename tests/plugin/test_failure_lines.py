@@ -59,7 +59,7 @@ def test_one_line_with_the_users_file(project: Project) -> None:
         "deeper": "test_raises: rank 1 raised KeyError: 'layers.0'",
         "misuse": r"test_misuse: Subject\(tolerance=...\).*",
         "nothing": "test_nothing: rank 1: the loader returned None, but should return .*",
-        "finding": r"no_meta_params: weight, ranks 0, 1: .* and 1 more",
+        "finding": r"no_meta_params: weight, ranks 0, 1: .*; 1 more finding",
         "unexpected": r"no_meta_params: passes, but xfail expects it to fail \(issue 7\)",
         "spmd": "test_spmd: rank 1 raised AssertionError: assert 1 == 0.*",
     }

@@ -86,7 +86,9 @@ def test_a_finding_says_whether_fewer_ranks_are_enough_for_it(project: Project) 
     as_well = "a world of one rank fails as well, so not in the sharding: compare the code that builds the model and "
     assert starts == {
         "test_transposed": {f"{as_well}loads its weights"},
-        "test_other_slice": {"a world of one rank passes"},
+        "test_other_slice": {
+            "a world of one rank passes, so it takes several ranks: compare how weights are split and sent to the ranks"
+        },
         "test_wrong_with_tp": {"a world of one rank passes; tp=2 alone fails, dp_shard=2 alone passes"},
         "test_of_two": {"not known: in a world of 1 (dp_shard=1), rank 0 raised ValueError: made for two ranks"},
         "test_expected": {""},

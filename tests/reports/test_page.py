@@ -206,7 +206,7 @@ def test_the_verdict_accounts_for_every_check():
         "1 not run: no_meta_params in tests/test_llama.py::test_llama",
         f"in 1 of 1 loader · {total - 2} of {total} checks accounted for",
     )
-    assert headline(factory.raised())[1] == "1 loader crashed: tests/test_llama.py::test_raises"
+    assert headline(factory.raised())[1] == "1 loader crashed: tests/test_llama.py::test_llama"
     assert headline(loader_with(no_meta_params="failed"), loader_with(loss_parity="failed"))[1] == "2 checks failed"
     assert headline(loader_with_all("not selected"))[:2] == ("empty", "Nothing was judged")
     assert headline(replace(loader_with_all("not declared"), error="it raised"))[0] == "failed"
