@@ -707,3 +707,18 @@ def test_a_run_leaves_its_page(project: Project):
     assert path.read_bytes() == page
     assert not list(path.parent.glob(".*"))  # no temporary file
     assert result.ret == 1
+
+
+def test_tied_tensors_in_one_drawing_are_named_once():
+    [tied] = [one for one in build_view(report(loader())).loaders[0].layouts if one.tensor.tied]
+    assert (tied.names, tied.tied) == ((factory.EMBEDDING, "lm_head.weight"), ())
+    apart = replace(tied, names=(factory.EMBEDDING,))
+    assert apart.tied == ("lm_head.weight",)
+
+
+def test_a_layout_that_a_finding_names_is_not_called_wrong():
+    found = [factory.finding(factory.EMBEDDING, 0, 1)]
+    page = Reader(render(report(loader(checks={"grad_parity": check("grad_parity", "failed", found)}))))
+    tags = [a["class"] for tag, a in page.elements if "f-wrong" in a.get("class", "") and tag == "span"]
+    assert tags == ["tag f-wrong"]
+    assert "named by a finding grad_parity" in page.text
