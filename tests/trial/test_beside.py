@@ -183,7 +183,7 @@ def test_averages_within_another_dict():
     assert {finding.tensor for finding in findings} == {
         f"ema.shadow.{n}.{kind}" for n in (0, 2) for kind in ("weight", "bias")
     }
-    assert {finding.actual for finding in findings} == {"changes differently from the reference's"} or findings
+    assert all(finding.actual.startswith(("moves 1.1", "changes differently")) for finding in findings), findings
 
 
 def test_an_average_that_only_the_step_knows_how_to_update():
