@@ -623,7 +623,8 @@ def test_skip_first_batches_of_accelerate():
 @pytest.mark.parametrize("value", [3, "text", {"x": 1}, torch.ones(2)])
 def test_a_value_that_is_no_loader(value):
     with pytest.raises(
-        ValueError, match=r"Subject\(data=...\): .* should be data\(\), which returns a loader of batches, or"
+        ValueError,
+        match=r"Subject\(data=...\): .* should be a function data\(\), which returns a loader of batches, or",
     ):
         Subject(build(), data=value)
 
