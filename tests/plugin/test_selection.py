@@ -96,12 +96,11 @@ def test_what_is_found_depends_on_the_selected_checks(project: Project) -> None:
         name: checks for name, (_, _, checks) in SELECTED.items()
     }
     unequal = found["values that do not exist are not equal"]["params_equal_reference"]
-    assert unequal.startswith("0.weight, ranks 0, 1: no")
+    assert unequal.startswith("all 4 parameters, ranks 0, 1: no")
     untrained = found["training that did not run if no check says why"]["loss_parity"]
     assert untrained == "not trained: 0.weight is on meta"
-    # The backward reaches the last bias first.
     second = found["a second defect beside an expected one"]["grad_parity"]
-    assert second.startswith("2.bias, ranks 0, 1: gradient")
+    assert second.startswith("all 4 parameters, ranks 0, 1: gradient")
 
 
 @pytest.mark.parametrize("option", ["-k=not grad_parity", "--deselect=test_it.py::test_it[grad_parity]"])
