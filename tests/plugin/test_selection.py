@@ -100,7 +100,7 @@ def test_what_is_found_depends_on_the_selected_checks(project: Project) -> None:
     untrained = found["training that did not run if no check says why"]["loss_parity"]
     assert untrained == "not trained: 0.weight is on meta"
     second = found["a second defect beside an expected one"]["grad_parity"]
-    assert second.startswith("all 4 parameters, ranks 0, 1: gradient")
+    assert second.startswith("all 4 parameters, ranks 0, 1: gradie")
 
 
 @pytest.mark.parametrize("option", ["-k=not grad_parity", "--deselect=test_it.py::test_it[grad_parity]"])
