@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator, Sequence
 from pytest_fsdp_meta.text import counted, fold_names
 
 CLOSE = 0.6
-"""Least ratio of difflib for two texts of which one may be a misspelling of the other."""
+"""Least ratio of difflib for a text that may be a misspelling of another."""
 MOST_SHOWN = 3
 """Names shown where none is close."""
 
 
 def describe_nearest(name: str, names: Collection[str], noun: str) -> str:
-    """Return the end of a message that there is no such name: the close one, or what there is instead.
+    """Return the end of a message about a name that does not exist: the close name, or a few real ones.
 
     ``name`` may be a shell pattern. ``noun`` is what the ``names`` name, such as "parameter".
     """
@@ -31,7 +31,7 @@ def describe_nearest(name: str, names: Collection[str], noun: str) -> str:
 
 
 def _close_names(name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield names of which ``name`` may be a misspelling, then those that have such a part, most similar first.
+    """Yield the names that ``name`` may misspell, then those with a part that it may, most similar first.
 
     The part is the one most like the longest text between the pattern's wildcards.
     """

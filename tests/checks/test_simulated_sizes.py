@@ -210,6 +210,14 @@ def test_a_short_dim_that_is_padded_is_the_cause(rows, sent, dim, padded):
     assert (finding.cause == expected) == padded
 
 
+def test_a_short_dim_of_few_ranks_explains_no_growth():
+    mesh = MeshFacts(("dp_shard", "tp"), (64, 2), (0, 0))
+    tensor = replace(parameter("a", 64), shape=(64, 3), placements=("S(0)", "S(1)"), mesh=mesh)
+    sizes = size(64, gathered(64, 1024, "dp_shard")), size(8, gathered(8, 128, "dp_shard"))
+    [finding] = judged(*sizes, tensors=(tensor, parameter("w", 6400))).findings
+    assert "pad it" not in finding.cause
+
+
 @pytest.mark.parametrize(
     ("blocks", "ranks", "embedding", "found"),
     [

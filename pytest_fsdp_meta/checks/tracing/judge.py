@@ -209,7 +209,7 @@ def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] 
 def explain_numbers(traces: Sequence[RankTrace] | None) -> Explanation:
     """Explain a difference that starts in no module by a number that some modules have otherwise, all alike; else {}.
 
-    In low precision, another epsilon changes what each norm returns by less than can be told from rounding.
+    In low precision, another epsilon changes what each norm returns by little more than rounding does.
     """
     if not traces or traces[0].step or find_place(traces) is not None:
         return {}

@@ -44,7 +44,7 @@ class Accumulation:
     without_gradient: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
     problem: str = ""
-    """Why the batch cannot be divided into micro-batches, and what would help; or empty."""
+    """Why the batch cannot be divided into micro-batches, or empty."""
     refused: str = ""
     """The error that a hook of the optimizer's step raised, or the author's step, or empty."""
 

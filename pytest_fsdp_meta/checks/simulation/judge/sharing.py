@@ -115,9 +115,10 @@ def explain_padding(view: View, part: Traffic, growth: float, times: int) -> Exp
     if part.op not in PADDING:
         return {}
     tensors = {t.identity: t for t in view.evidence.inventory[0].tensors if _is_sharded_over(t, part.dims)}
+    # A dim that the growing dimension of the mesh does not divide may have fewer ranks than the world has grown times.
     padded = {
         one: _bytes(tensor)
-        * (_chunk_excess(tensor.shape[dim], ranks) - _chunk_excess(tensor.shape[dim], ranks // times))
+        * (_chunk_excess(tensor.shape[dim], ranks) - _chunk_excess(tensor.shape[dim], max(ranks // times, 1)))
         for one, tensor in tensors.items()
         for dim, ranks in [_most_padded(tensor)]
     }

@@ -170,7 +170,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
 def _assumptions(model: Module, batch: Mapping[str, Any], optimizer: Optimizer | None, recomputes: bool) -> Assumptions:
     shapes = {key: tuple(value.shape) for key, value in batch.items() if _has_rows(value)}
     meshes = [mesh_facts(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    described = dict.fromkeys(" x ".join(map("{}={}".format, mesh.dims, mesh.shape)) for mesh in meshes)
+    described = dict.fromkeys(map(str, meshes))
     checkpointed = any(True for _ in checkpointed_modules(model))
     return Assumptions(shapes, _describe_optimizer(optimizer), recomputes, checkpointed, tuple(described))
 

@@ -47,7 +47,7 @@ from pytest_fsdp_meta.judging.view import PartlyJudged, View
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
 LEAST_SCALE = 1024
-"""Factor: gradients before clipping that are larger by more are scaled as for float16, which the first scale is."""
+"""Gradients before clipping that are at least this many times the reference's still have the scale of a GradScaler."""
 ALIKE = 0.25
 """Fraction: weights that differ from the reference's by this much of their move may have gradients of another scale."""
 FAR = 3

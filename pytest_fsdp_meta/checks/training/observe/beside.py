@@ -148,9 +148,9 @@ class Beside:
         """
         trained = {_memory(parameter) for parameter in model.parameters() if parameter.requires_grad}
         found: list[str] = []
-        for owner in self.compared:
-            if any(hasattr(self.objects[owner], method) for method in UPDATES):
-                entries = list(_flat(owner, _state_of(owner, self.objects[owner])))
+        for owner, kept in self.objects.items():
+            if owner in self.compared and any(hasattr(kept, method) for method in UPDATES):
+                entries = _flat(owner, _state_of(owner, kept))
                 tensors = {name: value for name, value in entries if isinstance(value, Tensor) and value.ndim}
                 found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
         return tuple(found)
