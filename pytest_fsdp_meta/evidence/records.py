@@ -150,6 +150,13 @@ class ReferenceFacts:
     """The keys of its state dict, or of the checkpoint."""
     adopted: tuple[str, ...] = ()
     """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
+    retrained: tuple[str, ...] = ()
+    """Parameters that are frozen or trainable as on the ranks, which differ from what it was built with."""
+    given: tuple[str, ...] = ()
+    """The buffers that the ranks' steps change by themselves: they have the same values here at the same moments."""
+    not_given: Mapping[str, str] = field(default_factory=dict)
+    """What the ranks have and it could not be given although it may change the training, each with the reason: buffers
+    that their steps change, and the state of the loader's optimizer."""
     hooks_left_out: tuple[str, ...] = ()
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
     settings: Mapping[str, str] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
     Blocked,
+    Differs,
     NotDeclared,
     Noted,
     NotJudged,
@@ -170,6 +171,8 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
     if isinstance(error, NotDeclared):
         why = KINDS["undeclared"]
         missing = error.field if error.field not in view.evidence.subject.declared else ""
+    elif isinstance(error, Differs):
+        why = "differs"
     elif isinstance(error, PartlyJudged) and view.left_out:
         reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):
@@ -257,11 +260,14 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     already_failed: dict[str, str] = {}
     reference = run.evidence.reference
     # For these tensors the reference trained from the loader's values, so wrong values do not make training differ.
-    adopted = reference.adopted if reference is not None and "training" in check.needs else ()
+    compares = reference is not None and "training" in check.needs
+    adopted = reference.adopted if reference is not None and compares else ()
+    retrained = reference.retrained if reference is not None and compares and "reference" in check.needs else ()
     for id in check.after:
         for finding in run.findings(id):
             for name in finding.failed_tensors:
-                if not (name in adopted and id in VALUES_CHECKS.values()):
+                trained_alike = name in adopted if id in VALUES_CHECKS.values() else name in retrained
+                if not trained_alike:
                     already_failed.setdefault(name, id)
     return already_failed
 

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 BLOCKING_CHECKS = (
@@ -123,11 +123,11 @@ def unless_explained(
     """
     if found:
         message = describe_difference(what, found)
-        if changes_at_once(view) and (certain := missing_gradients(found)):
-            return certain
-        require_same_first_forward(view, message)
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
+        if view.reference.not_given and (certain := missing_gradients(found)):
+            return certain
+        require_given(view, message)
     else:
         require_gradients(view)
         require_noise(view, tolerance, (comparison.relative for comparison in compared))
@@ -135,21 +135,15 @@ def unless_explained(
     return found
 
 
+def require_given(view: View, message: str) -> None:
+    """Raise Differs if the ranks train with something that the reference could not be given."""
+    for name, reason in view.reference.not_given.items():
+        raise Differs(f"{message}; {name}: {reason}, so the reference could not be given it")
+
+
 def missing_gradients(found: Iterable[Finding]) -> list[Finding]:
     """Return the findings of parameters without a gradient: no other state of the training explains them."""
     return [finding for finding in found if finding.actual.startswith("no gradient")]
-
-
-def changes_at_once(view: View) -> bool:
-    """Return whether train_step itself changes, before the first forward, what that computes with."""
-    steering = any(run.buffers.at_once and run.buffers.steering for run in view.evidence.training or ())
-    return steering and bool(changed_by_step(view))
-
-
-def require_same_first_forward(view: View, message: str) -> None:
-    """Raise NotJudged if the ranks' first forward computes with something that train_step itself has changed."""
-    if changes_at_once(view):
-        raise NotJudged(f"{message}: {describe_own_changes(view)}")
 
 
 def describe_difference(what: str, found: Sequence[Finding]) -> str:
@@ -193,7 +187,6 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     if "loss_parity" not in view.selection or not expected or not loss_limits(view).exceeded(actual, expected, 0):
         return
     message = f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}"
-    require_same_first_forward(view, message)
     if not view.reference.unstable:  # loss_parity says so
         require_no_other_cause(view, message, first_forward=True)
     raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
@@ -253,46 +246,6 @@ def explain_uneven_backwards(view: View, last: int = 0) -> Explanation:
                 "times the output; or divide by counts over all micro-batches and ranks",
             }
     return {}
-
-
-def describe_later_steps(view: View) -> str:
-    """Return why steps after the first may differ from the reference's, which does less than train_step; else ""."""
-    return describe_steering(view) or describe_loaded_state(view)
-
-
-def describe_steering(view: View) -> str:
-    """Return what train_step itself changes, if the loss depends on it; else ""."""
-    steering = any(run.buffers.steering for run in view.evidence.training or ())
-    return describe_own_changes(view) if steering and changed_by_step(view) else ""
-
-
-def describe_own_changes(view: View) -> str:
-    """Say which buffers train_step itself changes."""
-    return (
-        f"train_step itself changes {first_of(changed_by_step(view))}, and the reference runs forward, backward and "
-        "the optimizer only; change it in a hook of the optimizer's step, which runs there as well"
-    )
-
-
-def describe_loaded_state(view: View) -> str:
-    """Return why all steps may differ from the reference's, whose optimizer is rebuilt without state; else ""."""
-    loaded = {name for run in view.evidence.training or () if run.optimizer for name in run.optimizer.loaded}
-    names = [
-        name for name in dict.fromkeys(t.name for r in view.evidence.inventory for t in r.tensors) if name in loaded
-    ]
-    if not names:
-        return ""
-    return (
-        f"the loader's optimizer already has state (of {counted(len(names), 'parameter')}, first: {names[0]}), which "
-        "the reference's does not; build it fresh, or load its state in resume()"
-    )
-
-
-def changed_by_step(view: View) -> list[str]:
-    """Return the buffers that the author's own code in train_step changes, and that differ from the reference's."""
-    runs = view.evidence.training or ()
-    unlike = {c.name for run in runs for c in (*run.buffers.first, *run.buffers.last) if not c.equal}
-    return [name for name in dict.fromkeys(n for run in runs for n in run.buffers.by_step) if name in unlike]
 
 
 def global_losses(evidence: Evidence) -> tuple[float, ...]:

@@ -220,6 +220,8 @@ class Rebuilding:
 
     packed: tuple[PackedOptimizer, ...]
     model: Module
+    give_state: Callable[[Module, Optimizer], object]
+    """Called with what was built."""
     hooks_left_out: list[str] = field(default_factory=list)
     """The step hooks that cannot run on the reference, each with the reason."""
 
@@ -231,7 +233,9 @@ class Rebuilding:
                 optimizer = packed.rebuild(self.model, own)
                 add_hooks(packed.hooks, optimizer, self.model, self.hooks_left_out.append)
                 built.append(optimizer)
-        return built[0] if len(built) == 1 else JoinedOptimizer(built)
+        rebuilt = built[0] if len(built) == 1 else JoinedOptimizer(built)
+        self.give_state(self.model, rebuilt)
+        return rebuilt
 
 
 def _divide(model: Module, trainable: Iterable[Parameter], wanted: Sequence[Set[str]]) -> list[list[Parameter]]:

@@ -38,8 +38,13 @@ class Loads:
     def first_world(self) -> World:
         """Return the loader's own world; load again where training has ended it."""
         if not self.first.alive:
-            self.first, _ = self.load(self.first.spec, "another load", self._worlds)
+            self.begin_again()
         return self.first
+
+    def begin_again(self) -> None:
+        """Replace the loader's own world by another load."""
+        end_world(self.first)
+        self.first, _ = self.load(self.first.spec, "another load", self._worlds)
 
     def second_world(self) -> World:
         return self.second()[0]

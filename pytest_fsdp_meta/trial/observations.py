@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import (
-    VALUES_CHECKS,
     Comparison,
     Evidence,
     RankDraws,
@@ -26,7 +24,8 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step, with_noise
-from pytest_fsdp_meta.trial.loads import Load, Loads
+from pytest_fsdp_meta.trial.giving import Giving
+from pytest_fsdp_meta.trial.loads import Loads
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, no_training_declared
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
@@ -36,8 +35,6 @@ from pytest_fsdp_meta.worlds import World, WorldError
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
-ROUNDED = 2**-7
-"""Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 JUDGED_TO_TRACE = ("inventory", "reference", "values", "verifier", "draws", "training")
 """The observations by which checks say whether a step is traced."""
@@ -47,7 +44,7 @@ JUDGED_TO_TRACE = ("inventory", "reference", "values", "verifier", "draws", "tra
 class ObservationRun(TableRun):
     """The observations of one trial, each taken at most once; those that change the model are taken last."""
 
-    world: World
+    loads: Loads
     reference_world: World
     single_rank_world: Callable[[str], World]
     """Return a world with this label that is not started."""
@@ -55,7 +52,6 @@ class ObservationRun(TableRun):
     loaded: list[Loaded]
     folder: Path
     steps: int
-    load_again: Load
     selection: Container[str] | None = None
     """The checks that will be judged; None for all."""
     localise: bool = False
@@ -64,6 +60,10 @@ class ObservationRun(TableRun):
     """The drawn tensors that the reference itself never writes."""
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
+
+    @property
+    def world(self) -> World:
+        return self.loads.first
 
     def take_all(self) -> Evidence:
         for row in ONE_LOAD:
@@ -160,28 +160,47 @@ class ObservationRun(TableRun):
             return reason
         if problem := describe_odd_model(self.inventory, self.subject):
             return Unavailable(f"not trained: {problem}", kind="blocked")
-        observe_training = on_ranks.training.observe_training
-        folder = str(self.folder)
         if self.seen.reference is None or not self.seen.reference.complete:
-            return tuple(run_on(self.world, observe_training, self.steps))
-        adopted, alone = self._adopt_values(self.seen.reference), self.reference_world
-        train, data_parallel_size = on_ranks.reference_training.train_reference, self.loaded[0].data_parallel[1]
+            return tuple(run_on(self.world, on_ranks.training.observe_training, self.steps))
+        reference = self._giving().as_loaded(self.seen.reference)
+        self.see(reference=reference)  # also if the training fails
+        runs = self._train_beside(reference)
+        if self._departs(runs) and (given := self._giving().own_changes(reference, runs)):
+            self.loads.begin_again()
+            runs = self._train_beside(self._giving().as_loaded(given))
+        trained = self.seen.reference
+        if not self._departs(runs):
+            return runs
+        train_again = on_ranks.reference_training.train_reference_again
+        alone, folder = self.reference_world, self.folder
+        losses = run_on(alone, train_again, self._recipe, self.steps, str(folder))[0]
+        self.see(reference=replace(trained, losses_again=losses))
+        return with_noise(runs, self.inventory[0], self.seen.reference, self.world, alone, self._recipe, folder)
+
+    def _train_beside(self, reference: ReferenceFacts) -> tuple[RankTraining, ...]:
+        """Train the reference, and then the ranks, which compare themselves with its records."""
+        data_parallel_size, folder = self.loaded[0].data_parallel[1], str(self.folder)
         compiled = any(rank.compiled for rank in self.inventory)
         evaluating = tuple(dict.fromkeys(name for rank in self.inventory for name in rank.evaluating))
-        given = self._recipe, self.steps, folder, data_parallel_size, adopted, evaluating
-        reference = run_on(alone, train, *given, compiled, short="train_step" in self.subject.declared)[0]
+        given = self._recipe, self.steps, folder, data_parallel_size, reference, evaluating
+        train, short = on_ranks.reference_training.train_reference, "train_step" in self.subject.declared
+        reference = run_on(self.reference_world, train, *given, compiled, short=short)[0]
         self.see(reference=reference)
+        observe_training = on_ranks.training.observe_training
         if reference.losses is None:
             return tuple(run_on(self.world, observe_training, self.steps))
         known = (reference.noise, reference.norm, reference.own_clipping, bool(reference.evaluated))
-        runs = tuple(run_on(self.world, observe_training, self.steps, folder, *known))
-        if not departs(runs, reference, self.inventory[0], self.subject.loss_over_ranks == "sum"):
-            return runs
-        train_again = on_ranks.reference_training.train_reference_again
-        losses = run_on(alone, train_again, self._recipe, self.steps, folder)[0]
-        reference = replace(reference, losses_again=losses)
-        self.see(reference=reference)
-        return with_noise(runs, self.inventory[0], reference, self.world, alone, self._recipe, self.folder)
+        return tuple(run_on(self.world, observe_training, self.steps, folder, *known))
+
+    def _departs(self, runs: tuple[RankTraining, ...]) -> bool:
+        """Return whether the ranks' training differs from the reference's, if that was trained."""
+        reference = self.seen.reference
+        assert reference is not None
+        summed = self.subject.loss_over_ranks == "sum"
+        return reference.losses is not None and departs(runs, reference, self.inventory[0], summed)
+
+    def _giving(self) -> Giving:
+        return Giving(self.seen, self.world, self.reference_world, self.folder, self._recipe, self.selection)
 
     def _trace(self) -> None:
         """Trace the first step that departs from the reference's, or step 0 on request."""
@@ -197,60 +216,6 @@ class ObservationRun(TableRun):
         worlds = self.world, self.reference_world
         with self.taken.stopwatch.timing("localising"):
             self.see(traces=trace_step(evidence, self._recipe, *worlds, self.folder, step or 0))
-
-    def _adopt_values(self, reference: ReferenceFacts) -> ReferenceFacts:
-        """Let the reference train from what the loader drew, and where a selected check reports that values differ.
-
-        The checks of the training then find what else is wrong, and only that.
-        """
-        drawn = self._drawn(reference)
-        taken = drawn | self._reported_as_wrong(reference)
-        ties = reference.inventory.tied_with
-        # Writing one name of a tie writes the others too.
-        names = tuple(sorted(name for name in taken if ties.get(name, frozenset()) <= taken))
-        if not names:
-            return reference
-        held = run_on(self.world, on_ranks.values.record_own_values, names, str(self.folder))
-        adopt, attributes = on_ranks.reference.adopt_values, self.subject.kept_attributes
-        inventory = run_on(self.reference_world, adopt, held, str(self.folder), attributes)[0]
-        wrong = tuple(name for name in names if name not in drawn)
-        adopted = replace(reference, inventory=inventory, adopted=wrong)
-        self.see(reference=adopted)  # also if the training fails
-        return adopted
-
-    def _drawn(self, reference: ReferenceFacts) -> set[str]:
-        """Return the tensors that are declared drawn and that the reference can take over.
-
-        Those with values that are not finite are reported, and make no useful training.
-        """
-        shapes = {t.name: t.shape for t in reference.inventory.tensors}
-        tensors = [t for rank in self.inventory for t in rank.tensors]
-        compared = [c for rank in self.seen.values or () for c in rank]
-        unwritten = {t.name for t in tensors if t.nan or (t.numel and t.poisoned == t.numel)}
-        unusable = unwritten | {t.name for t in tensors if t.shape != shapes.get(t.name)}
-        unusable |= {c.name for c in compared if c.problem or (c.measure and not math.isfinite(c.measure.actual))}
-        return {name for name in self.subject.drawn if name in shapes} - unusable
-
-    def _reported_as_wrong(self, reference: ReferenceFacts) -> set[str]:
-        """Return the tensors with other finite values on some rank that a selected check reports."""
-        selected = {check for check in VALUES_CHECKS.values() if self.selection is None or check in self.selection}
-        by_verifier = self.seen.verifier is not None and VALUES_CHECKS["frozen"] in selected
-        frozen = frozen_sources(self.subject, reference) if by_verifier else {}
-        kinds = {t.name: t.kind for rank in self.inventory for t in rank.tensors}
-        reported = [
-            *(c for rank in self.seen.verifier or () for c in rank if c.name in frozen),
-            *(c for rank in self.seen.values or () for c in rank if c.name not in frozen),
-        ]
-        differing = [
-            c
-            for c in reported
-            if not c.equal
-            and c.name not in self.subject.drawn
-            and c.name in reference.inventory.by_name
-            and (c.name in frozen or VALUES_CHECKS[kinds[c.name]] in selected)
-        ]
-        unusable = {c.name for c in differing if c.problem is not None or not math.isfinite(c.max_abs)}
-        return {c.name for c in differing if not (c.cast and c.max_rel <= ROUNDED)} - unusable
 
     def _collect_collectives(self) -> tuple[RankCollectives, ...]:
         if self.seen.training is None:
@@ -274,7 +239,7 @@ class ObservationRun(TableRun):
     def _reload(self) -> None:
         Reloading(
             taken=self.taken,
-            loads=Loads(self.world, self.load_again),
+            loads=self.loads,
             reference_world=self.reference_world,
             data_world=self.data_world,
             rebuild_reference=partial(self._build_reference, "rebuilt"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
     from pytest_fsdp_meta.checks.training.observe import (
+        given,
         noise,
         not_finite,
         reference,
@@ -59,6 +60,7 @@ else:
     author_saving = ObserverModule("checkpoint.observe.author")
     checkpoint = ObserverModule("checkpoint.observe.round_trip")
     drawn_weights = ObserverModule("drawn.observe")
+    given = ObserverModule("training.observe.given")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
     not_finite = ObserverModule("training.observe.not_finite")
@@ -82,6 +84,7 @@ __all__ = [
     "checkpoint",
     "doing_in",
     "drawn_weights",
+    "given",
     "loading",
     "noise",
     "not_finite",
@@ -103,12 +106,12 @@ __all__ = [
 _OBSERVERS = {
     "loading": "load load_simulated",
     "building the reference": "record_reference observe_reference",
-    "giving the reference the loaded values": "adopt_values",
+    "giving the reference what the ranks have": "adopt_values adopt_requires_grad give give_numbers depends_on",
     "building the verifier": "record_verifier",
     "reading the verifier": "missing_from_verifier",
     "building export_reference": "record_export_reference",
     "reading the reference's checkpoint": "checkpoint_facts",
-    "recording the loaded values": "record_own_values",
+    "recording what the reference lacks": "record_own_values record_buffers record_optimizer_state",
     "comparing values": "observe_values",
     "comparing drawn weights": "observe_draws",
     "training": "observe_training",

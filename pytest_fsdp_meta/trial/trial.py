@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts, combine_subjects
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
-from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
+from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES, Loads
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
@@ -146,16 +146,16 @@ class Trial:
             raise LoaderFailed(problem)
         seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
+        loads = Loads(world, partial(self._load_again, folder, partial(_load, loader=loader)))
         run = ObservationRun(
             taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
-            world=world,
+            loads=loads,
             reference_world=reference_world,
             single_rank_world=self._single_rank_world,
             data_world=self._single_rank_world("data in a world of one rank"),
             loaded=loaded,
             folder=folder,
             steps=self.steps,
-            load_again=partial(self._load_again, folder, partial(_load, loader=loader)),
             selection=self.selection,
             localise=self.localise,
         )
@@ -163,6 +163,7 @@ class Trial:
             evidence = run.take_all()
         finally:
             reference_world.close()
+            loads.close()
         if problem := unknown_attribute(subject, inventory, evidence.reference, loaded[0].checkpoints):
             raise LoaderFailed(problem)
         return evidence

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw
-from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, RankInventory
+from pytest_fsdp_meta.checks.structure.facts import OptimizerFacts, PartFacts, RankInventory
 from pytest_fsdp_meta.checks.values.facts import Comparison
 
 GRADIENTS = ("gradients", "second", "accumulated", "short")
@@ -16,6 +17,31 @@ BUFFERS = FIRST_BUFFERS, LAST_BUFFERS = "first_buffers", "buffers"
 """Snapshots of gradients, and of buffers after the first and the last step; the others are of parameters."""
 UNKNOWN_DTYPE = "unknown"
 """The dtype of a loss that a step of the author's returned as a number."""
+
+
+FORWARD, BETWEEN, UPDATE, END = "forward", "between", "update", "end"
+"""The moments of a step: before its first forward, before another forward or a backward, before the optimizer's step
+with its hooks, and at the end."""
+AFTER = -1
+"""The step that follows the training, with fewer rows."""
+GIVEN_BUFFERS, GIVEN_STATE = "given buffers", "given state"
+"""What ranks record for the reference."""
+
+
+class Moment(NamedTuple):
+    """What a rank has recorded for the reference: a buffer before an event of a step, or a parameter's state."""
+
+    step: int
+    event: str
+    """Or the key in the optimizer's state of a parameter."""
+    name: str
+
+
+class RecordedPart(NamedTuple):
+    """Where the elements that a rank has recorded lie in the whole tensor, and their digest."""
+
+    facts: PartFacts
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -162,15 +188,12 @@ class TrainedBuffers:
     broadcast: tuple[str, ...] = ()
     """The buffers that DDP overwrites with those of one rank before each forward."""
     by_step: tuple[str, ...] = ()
-    """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer."""
+    """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer. The
+    reference is given their values."""
     by_evaluation: tuple[str, ...] = ()
     """The buffers that a forward in ``eval()`` and without gradients changed, within the author's step."""
-    steering: bool = False
-    """Whether the loss depends on those ``by_step``."""
     written_parameters: tuple[str, ...] = ()
     """Those that the author's step itself writes to, between forwards, backwards and the optimizer's steps."""
-    at_once: bool = False
-    """Whether the first step changed any of them before its first forward."""
 
 
 @dataclass(frozen=True)

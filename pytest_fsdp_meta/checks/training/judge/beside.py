@@ -13,7 +13,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
-    describe_later_steps,
+    require_given,
     require_no_other_cause,
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
@@ -64,9 +64,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if found:
         message = f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})"
         require_no_other_cause(view, message)
-        if otherwise := describe_later_steps(view):
-            yield from (finding for finding in found if finding.actual == STILL)
-            raise PartlyJudged(f"{message}: {otherwise}")
+        require_given(view, message)
         yield from found
     yield from _rounded_away(runs)
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}

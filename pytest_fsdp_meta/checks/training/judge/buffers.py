@@ -14,10 +14,9 @@ from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
-    changed_by_step,
     comparable_training,
-    describe_own_changes,
     explain_hooks_left_out,
+    require_given,
     require_no_other_cause,
     require_same_forward,
 )
@@ -25,7 +24,7 @@ from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import counted, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
@@ -144,7 +143,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     changed = _changed_buffers(view)
     if not changed:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
-    own = changed_by_step(view)
+    own = [name for name in view.reference.given if name in changed]
     names = view.names("buffer", only=changed.difference(own))
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
@@ -159,13 +158,17 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
             _require_one_forward(runs, first)
         require_same_forward(view, runs)
         require_no_other_cause(view, f"buffers differ ({first}: {when})")
+        require_given(view, f"buffers differ ({first}: {when})")
         yield from _findings(view, runs, wrong, when)
     else:
         # Integers are equal here, and have no rounding that the noise would have to explain.
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
     if own:
-        raise (PartlyJudged if names else NotJudged)(describe_own_changes(view))
+        raise PartlyJudged(
+            f"train_step itself changes {first_of(own)}, and the reference was given the values; to have the changes "
+            "compared as well, make them in a hook of the optimizer's step, which runs there, too"
+        )
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:

@@ -20,23 +20,21 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     add_precision,
-    changes_at_once,
     comparable_training,
-    describe_later_steps,
     explain_hooks_left_out,
     explain_uneven_backwards,
     format_losses,
     global_losses,
+    require_given,
     require_gradients,
     require_no_other_cause,
-    require_same_first_forward,
     require_training_mode,
     slice_losses,
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, largest_of, loss_limits, relative_distance, require_noise
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Noted, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import Noted, View
 from pytest_fsdp_meta.text import first_of, name_ranks
 
 SAME_FACTOR = 0.1
@@ -85,8 +83,6 @@ def loss_parity(view: View) -> Iterable[Finding]:
         rank, other, step = disagreements[0]
         message = _describe_step(step, runs[rank].losses, runs[other].losses)
     first = min([*wrong_steps, *(step for _, _, step in disagreements)])
-    if not disagreements:
-        require_same_first_forward(view, f"the losses differ ({message})")
     require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
     alike: dict[tuple[int, int, tuple[float, ...]], list[int]] = {}
@@ -97,8 +93,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     if not wrong_steps:
         return
     step = wrong_steps[0]
-    if (step > 0 or changes_at_once(view)) and (unlike := describe_later_steps(view)):
-        raise PartlyJudged(f"the losses differ ({message}): {unlike}")
+    require_given(view, f"the losses differ ({message})")
     allowed = limits.at(expected, step)
     ours, theirs = _distinct_digits(actual[step], expected[step])
     yield Finding(

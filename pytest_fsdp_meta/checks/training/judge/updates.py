@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.training.judge.second_step import explain_rates, first_steps_equal
+from pytest_fsdp_meta.checks.training.judge.second_step import explain_rates
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
@@ -14,9 +14,6 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
-    describe_difference,
-    describe_later_steps,
-    describe_loaded_state,
     explain_hooks_left_out,
     global_losses,
     unless_explained,
@@ -30,7 +27,7 @@ from pytest_fsdp_meta.judging.limits import (
 )
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, View
 from pytest_fsdp_meta.text import counted
 
 MOST_PERPENDICULAR = 0.35
@@ -69,23 +66,12 @@ _STEP = either(
 )
 def update_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    found, what = list(_wrong_updates(view, runs)), "the updates differ"
-    unless_explained(view, runs, found, what, (c for run in runs for c in run.parameters), UPDATE_TOLERANCE)
+    found = list(_wrong_updates(view, runs))
+    compared = (c for run in runs for c in run.parameters)
+    unless_explained(view, runs, found, "the updates differ", compared, UPDATE_TOLERANCE)
     if found:
-        if unlike := _describe_unlike_steps(view, runs):
-            raise NotJudged(f"{describe_difference(what, found)}: {unlike}")
         _require_same_last_forward(view, runs)
     yield from found
-
-
-def _describe_unlike_steps(view: View, runs: Sequence[RankTraining]) -> str:
-    """Return why updates may differ from the reference's, which does less than the ranks; else "".
-
-    What train_step itself changes explains later steps only, and no other learning rates.
-    """
-    seconds = [run.second for run in runs if run.second is not None]
-    later = bool(seconds) and first_steps_equal(view, seconds) and not explain_rates(view, runs, range(len(runs)))
-    return describe_later_steps(view) if later else describe_loaded_state(view)
 
 
 def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:

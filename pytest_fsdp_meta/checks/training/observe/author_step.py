@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -61,7 +62,7 @@ def run_author_step(
         if not errors:
             rates.append(rates_of(optimizer))
             errors.append(_error_of(observe))
-        buffers.begin()
+        buffers.begin(UPDATE)
 
     with ExitStack() as hooked, _backwards(gradient_scale, buffers) as backwards:
         for part in parts:
@@ -147,7 +148,7 @@ def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
         if outermost:
             found.append(None)
             running.append(None)
-            buffers.begin()
+            buffers.begin(BETWEEN)
             if scale != 1.0:
                 tensors, grad_tensors = _scaled(tensors, grad_tensors, scale, after_another=len(found) > 1)
         try:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer_state
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
+from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, GIVEN_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
@@ -26,7 +27,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import persistent_buffers
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, persistent_buffers
 from pytest_fsdp_meta.checks.values.observe import compare_gradients
 from pytest_fsdp_meta.evidence import Accumulation, Comparison
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -120,6 +121,8 @@ class FirstBatchAgain:
             rows = micro_batches(self.data_parallel)[0]
             with watching:
                 train(subject, rank.device, range(1), rows, optimizer, seen, beside)
+            # What the step changes first, such as a schedule, has other values than in the last step.
+            rank.state[GIVEN_BUFFERS][AFTER, FORWARD] = seen.buffers.moments.get((AFTER, FORWARD), {})
             return seen
 
         try:
@@ -190,13 +193,19 @@ def _kept_values(model: Module, weights: bool) -> Iterator[None]:
 class _GradientsOfStep(StepObserver):
     """Compare the gradients of a step, which are multiplied by ``scale``, with the reference's."""
 
+    buffers: BufferWatch
+
     def __init__(self, model: Module, record: Record, scale: float) -> None:
         self.gradient_scale = scale
+        self.buffers = BufferWatch(model)
         self._model = model
         self._record = record
         self.gradients: tuple[Comparison, ...] = ()
         self.without_gradient: tuple[str, ...] = ()
         self.norms: list[float] = []
+
+    def during_forwards(self, step: int) -> AbstractContextManager[None]:
+        return self.buffers.during(AFTER)
 
     def after_backward(self, step: int) -> None:
         parts = [(name, replace(part, local=local_part(part.local))) for name, part in gradients_of(self._model)]

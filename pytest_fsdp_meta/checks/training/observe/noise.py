@@ -13,8 +13,10 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD
 from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, half_of_ranks
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
+from pytest_fsdp_meta.checks.training.observe.given import give_buffers
 from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
 from pytest_fsdp_meta.checks.training.observe.reference_training import accumulate_as_ranks
@@ -80,6 +82,7 @@ def train_nudged(
                 accumulate_as_ranks(subject, optimizer, data_parallel_size)
             noisy.take("accumulation")
         if optimizer is not None and "short" in noisy.records:
+            give_buffers(noisy.model, AFTER, FORWARD)
             with noisy.nudged():
                 accumulate(subject, current().device, half_of_ranks(data_parallel_size))
             noisy.take("short")

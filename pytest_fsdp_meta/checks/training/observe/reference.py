@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
+from pytest_fsdp_meta.checks.training.observe.given import give_state
 from pytest_fsdp_meta.checks.values.observe import own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.nearest import describe_nearest
@@ -81,6 +82,7 @@ def adopt_values(
     ``held_by_rank`` has what ``record_own_values`` returned. The record of the reference's values is replaced.
     """
     model = current().state["reference"]
+    restore(model, Record(record_at(folder, "values")))
     tensors = dict(_tensors(model))
 
     def start(name: str, *_: object) -> Tensor:
@@ -93,6 +95,12 @@ def adopt_values(
             without_repetition(tensors[name]).copy_(without_repetition(whole, tensors[name]))
     write_record(record_at(folder, "values"), _tensors(model))
     return _inventory(model, attributes)
+
+
+def adopt_requires_grad(trainable: Mapping[str, bool]) -> None:
+    """Freeze and unfreeze parameters of the reference as on the ranks."""
+    for name, _, tensor in named_tensors(current().state["reference"]):
+        tensor.requires_grad_(trainable.get(name, tensor.requires_grad))
 
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
@@ -146,7 +154,7 @@ def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
 def declared_subject(model: Module, recipe: Mapping[str, bytes]) -> Subject:
     declared: dict[str, Any] = {field: pickle.loads(recipe[field]) for field in ("batch", "loss", "optimizer")}
     if isinstance(declared["optimizer"], tuple):  # of PackedOptimizer
-        declared["optimizer"] = Rebuilding(declared["optimizer"], model)
+        declared["optimizer"] = Rebuilding(declared["optimizer"], model, give_state)
     subject = Subject(model, **declared)
     subject.max_grad_norm = pickle.loads(recipe["max_grad_norm"])  # the ranks' train_step clips to it
     declare_beside(subject, pickle.loads(recipe["scheduler"]), pickle.loads(recipe["beside"]))

@@ -6,6 +6,7 @@ cannot serve as a reference; the facts say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
+from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, GIVEN_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
@@ -31,6 +33,7 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import (
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
+from pytest_fsdp_meta.checks.training.observe.given import give_buffers, set_values
 from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
 from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
@@ -74,6 +77,8 @@ def train_reference(
     rank = current()
     rank.state[EVALUATING] = tuple(evaluating)
     model = rank.state["reference"]
+    if GIVEN_BUFFERS in rank.state:  # it has trained without these before
+        restore(model, Record(record_at(folder, "values")))
     facts = replace(facts, batch_norms=tuple(batch_norms(model)), dropouts=dropout_fractions(model))
 
     def train_once(evaluated: str, may_draw: bool) -> ReferenceFacts:
@@ -134,6 +139,27 @@ def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
     return f"{first_of(list(drawing) or ['the model itself'])} draws random numbers in train() that change the loss"
 
 
+def depends_on(recipe: Mapping[str, bytes], names: Collection[str], folder: str) -> tuple[str, ...]:
+    """Return the tensors of these on which the reference's loss depends."""
+    subject, values = declared_subject(current().state["reference"], recipe), Record(record_at(folder, "values"))
+    rows = rows_of_step(subject, 0, (0, 1), current().device)
+
+    def loss(changed: Mapping[str, Tensor]) -> Tensor | float:
+        restore(subject.model, values)
+        set_values(subject.model, changed)
+        seed_all(SEED)
+        with torch.no_grad(), comparable_modes(subject.model), suppress(CallFailed):
+            return loss_of(subject, rows)
+        return math.nan  # which equals nothing: a loss that cannot be computed may depend on any
+
+    found = []
+    for name, tensor in ((name, tensor) for name, _, tensor in named_tensors(subject.model) if name in names):
+        # NaN shows also where a choice of experts hides a small change.
+        other = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor + 1
+        found += [] if loss({}) == loss({name: other}) else [name]
+    return tuple(found)
+
+
 def _train_and_record(
     recipe: Mapping[str, bytes],
     steps: int,
@@ -166,6 +192,7 @@ def _train_and_record(
         accumulate_as_ranks(subject, optimizer, data_parallel_size)
         first.take("accumulation")
     if optimizer is not None and short and not indivisible_batch(subject, data_parallel_size):
+        give_buffers(model, AFTER, FORWARD)
         accumulate(subject, rank.device, half_of_ranks(data_parallel_size))
         first.take("short")
     left_out = hooks_left_out(subject)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.training.facts import UNKNOWN_DTYPE
+from pytest_fsdp_meta.checks.training.facts import BETWEEN, END, FORWARD, UNKNOWN_DTYPE, UPDATE
 from pytest_fsdp_meta.checks.training.observe.author_step import AuthorStep, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
+from pytest_fsdp_meta.checks.training.observe.given import give_buffers
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (
@@ -72,7 +73,7 @@ class StepObserver:
         """Return the loss of these rows."""
         return loss_of(subject, rows)
 
-    def during_forwards(self) -> AbstractContextManager[None]:
+    def during_forwards(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the author's step, with all its forwards."""
         return nullcontext()
 
@@ -138,17 +139,22 @@ def train(
 def _plain_step(
     subject: Subject, optimizer: Optimizer | None, rows: dict[str, Any], number: int, observer: StepObserver, _: Beside
 ) -> AuthorStep:
+    model = subject.model
+    give_buffers(model, number, FORWARD)
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
+        give_buffers(model, number, BETWEEN)
         loss.backward()
         if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
             assert subject.clip_grad_norm is not None
-            gradients = [parameter for parameter in subject.model.parameters() if parameter.grad is not None]
+            gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
             subject.clip_grad_norm(gradients, subject.max_grad_norm)
         observer.after_backward(number)
+        give_buffers(model, number, UPDATE)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        give_buffers(model, number, END)
     return AuthorStep(loss.detach(), int(optimizer is not None))
 
 
@@ -161,7 +167,7 @@ def _author_step(
     beside: Beside,
 ) -> AuthorStep:
     assert optimizer is not None
-    with observer.during_forwards():
+    with observer.during_forwards(number):
         look = partial(observer.after_backward, number)
         return run_author_step(
             subject, optimizer, rows, number, look, beside, observer.gradient_scale, observer.buffers

@@ -5,7 +5,7 @@ Non-persistent buffers are scratch memory of each rank, such as caches: a checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_fsdp_meta.checks.training.facts import BETWEEN, END, FORWARD, UPDATE
 from pytest_fsdp_meta.checks.values.observe import all_equal, comparable, compare, length, measure, read_part
 from pytest_fsdp_meta.evidence import Comparison, Measure
 from pytest_fsdp_meta.loader.adapter import Part
@@ -29,7 +30,7 @@ from pytest_fsdp_meta.ranks.watching import takes_hooks
 class BufferWatch:
     """Counts the forwards of the author's steps, and finds what the steps change by themselves.
 
-    Of persistent buffers it is the values, of parameters, which are too large for copies, that they are written to.
+    Of buffers it is the values, of parameters, which are too large for copies, that they are written to.
 
     Forwards, backwards and steps of the optimizer run in the reference as well, with the optimizer's hooks; what
     changes between them changes on the ranks only, and so does what an evaluation within the step changes.
@@ -38,87 +39,67 @@ class BufferWatch:
     def __init__(self, model: Module) -> None:
         self.forwards = 0
         """Those that train: each updates statistics, and the reference runs one in a step."""
-        self.by_step: dict[str, None] = {}
-        self.at_once = False
-        """Whether the first step changed any of them before its first forward."""
+        self.moments: dict[tuple[int, str], dict[str, Tensor]] = {}
+        """(Step, event before which the step has changed them) -> its buffers, with their values at that moment."""
         self.by_evaluation: dict[str, None] = {}
         self.written_parameters: dict[str, None] = {}
         self._model = model
         self._whole = unwrapped(model)  # a trainer may call its wrapper or, as model.module, the model itself
-        self._begun = False
+        self._step = 0
+        self._begun: set[str] = set()
+        """The events that have begun in this step."""
         self._running = 0
         """How many forwards, backwards and steps of the optimizer are running, one within another."""
         self._kept: dict[str, Tensor] = {}
         """Copies from when the last of them ended, or the evaluation began."""
-        self._first: dict[str, Tensor] = {}
-        """Copies from before the first step."""
         self._parameters: list[tuple[str, Tensor]] = []
         self._writes: list[int] = []
         """How often each has been written to when the last of them ended."""
 
+    @property
+    def by_step(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for changed in self.moments.values() for name in changed))
+
     @contextmanager
-    def during(self) -> Iterator[None]:
+    def during(self, step: int) -> Iterator[None]:
         """Look at one step of the author's, whose backwards and optimizer call ``begin`` and ``end``."""
-        self._running = 0
+        self._step, self._running = step, 0
+        self._begun.clear()
         named = named_tensors(self._model)  # FSDP2 may give the modules others while they are gathered
         self._parameters = [(name, tensor) for name, kind, tensor in named if kind == "parameter"]
         self._keep()
-        self._first = self._first or dict(self._kept)
         with ExitStack() as hooks:
             # Of each, because a step may call parts of the model one after another; the module's own hooks are within.
             for module in filter(takes_hooks, self._model.modules()):
                 hooks.callback(module.register_forward_pre_hook(self._before_forward, prepend=True).remove)
                 hooks.callback(module.register_forward_hook(self._after_forward, always_call=True).remove)
             yield
-            self.begin()
+            self.begin(END)
         self._kept.clear()
         self._parameters.clear()
 
-    def begin(self) -> None:
+    def begin(self, event: str) -> None:
         """Look for changes since the last event, if this one is not within another."""
         self._running += 1
         if self._running == 1:
-            self.by_step |= self._changed()
+            # The reference runs one forward and one backward for all micro-batches.
+            moment = event if event in (UPDATE, END) or not self._begun else BETWEEN
+            self._begun.add(event)
+            if changed := self._changed():
+                self.moments.setdefault((self._step, moment), {}).update(changed)
             pairs = zip(self._parameters, self._count_writes(), self._writes, strict=True)
             self.written_parameters |= {name: None for (name, _), now, kept in pairs if now != kept}
-            self.at_once |= bool(self.by_step) and not self._begun
-            self._begun = True
 
     def end(self) -> None:
         if self._running == 1:
             self._keep()
         self._running = max(self._running - 1, 0)  # ZeRO-3 steps its parts one after another, and begins with the last
 
-    def steers(self, names: Collection[str], loss: Callable[[], Tensor]) -> bool:
-        """Return whether ``loss()`` depends on these buffers; no persistent buffer is other afterwards.
-
-        Called on all ranks, because a forward is. A loss that cannot be computed counts as one that depends.
-        """
-        last, found = {name: tensor.clone() for name, tensor in self._values()}, []
-        first = {name: tensor for name, tensor in self._first.items() if name in names and name in last}
-        # NaN shows also where a choice of experts hides a small change.
-        unknown = {name: torch.full_like(t, torch.nan) for name, t in first.items() if t.is_floating_point()}
-        try:
-            for values in (last, {**last, **first}, {**last, **unknown}):
-                self._set(values)
-                with torch.no_grad():
-                    found.append(loss())
-        except Exception:  # of any type: it is the author's code, which may need what only train_step gives it
-            return True
-        finally:
-            self._set(last)
-        return not all(torch.equal(other, found[0]) for other in found[1:])
-
-    def _set(self, values: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._values():
-            if name in values:
-                tensor.copy_(values[name])
-
     def _before_forward(self, module: Module, _: object) -> None:
         if torch.compiler.is_compiling():
             return
         self.forwards += module is self._whole and not _evaluates(module)
-        self.begin()
+        self.begin(FORWARD)
         if self._running == 1 and _evaluates(module):
             self._keep()
 
@@ -126,7 +107,8 @@ class BufferWatch:
         if torch.compiler.is_compiling():
             return
         if self._running == 1 and _evaluates(module):
-            self.by_evaluation |= self._changed()
+            persistent = {name for name, _ in persistent_buffers(self._model)}
+            self.by_evaluation |= {name: None for name in self._changed() if name in persistent}
         self.end()
 
     def __deepcopy__(self, _: object) -> BufferWatch:
@@ -140,13 +122,13 @@ class BufferWatch:
         # Those to a DTensor are not counted by its part, and the other way round.
         return [write_count(tensor) + write_count(own_memory(tensor)) for _, tensor in self._parameters]
 
-    def _changed(self) -> dict[str, None]:
-        """Return the names of the buffers that differ from the copies."""
-        values = dict(self._values())
-        return {name: None for name, kept in self._kept.items() if not all_equal(values.get(name, kept), kept)}
+    def _changed(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that differ from those that were kept."""
+        pairs = ((name, tensor, self._kept.get(name)) for name, tensor in self._values())
+        return {name: now.clone() for name, now, kept in pairs if kept is not None and not all_equal(now, kept)}
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, local_part(tensor).detach()) for name, tensor in persistent_buffers(self._model))
+        return ((name, local_part(tensor).detach()) for name, tensor in readable_buffers(self._model))
 
 
 def _evaluates(module: Module) -> bool:
@@ -157,8 +139,12 @@ def _evaluates(module: Module) -> bool:
 def persistent_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of the buffers that a checkpoint contains."""
     transient = non_persistent(model)
+    return ((name, tensor) for name, tensor in readable_buffers(model) if name not in transient)
+
+
+def readable_buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
     for name, kind, tensor in named_tensors(model):
-        if kind == "buffer" and name not in transient and not tensor.is_meta and is_array(tensor):
+        if kind == "buffer" and not tensor.is_meta and is_array(tensor):
             yield name, tensor
 
 

@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -20,8 +18,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
-from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, GIVEN_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
@@ -63,14 +60,13 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, rows_of_step
-from pytest_fsdp_meta.ranks.generators import seed_all
+from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
-from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, comparable_modes, dropout_fractions
+from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
-from pytest_fsdp_meta.worlds import SEED, Rank, current
+from pytest_fsdp_meta.worlds import Rank, current
 
 
 def observe_training(
@@ -101,7 +97,6 @@ def observe_training(
     kept = copy_beside(beside) if "updated_beside" in seen.records else {}
     run = train(subject, rank.device, range(steps), data_parallel, optimizer, seen, beside)
     reshard(subject.model)
-    steering = seen.steers_forward(data_parallel)
     # Before the accumulation, whose forwards and steps change both again.
     seen.take("end")
     (averages, alone), moved = compare_beside(beside, kept, seen.records), seen.movements(noise)
@@ -111,6 +106,7 @@ def observe_training(
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
+    rank.state[GIVEN_BUFFERS] = seen.buffers.moments
     again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
     again.observe()
     assert again.memory is not None
@@ -149,7 +145,7 @@ def observe_training(
         followed=followed,
         drawing=seen.draws.modules,
         dropouts=dropouts,
-        buffers=replace(seen.trained_buffers(), broadcast=broadcast, steering=steering),
+        buffers=replace(seen.trained_buffers(), broadcast=broadcast),
         memory=again.memory,
     )
 
@@ -206,9 +202,9 @@ class _RankSteps(StepObserver):
         return self.weights.loss_of(subject, rows)
 
     @contextmanager
-    def during_forwards(self) -> Iterator[None]:
+    def during_forwards(self, step: int) -> Iterator[None]:
         self._modes.append(ModeWatch(self._model))
-        with self._modes[-1].watching(), self.weights.next_step(), self.buffers.during():
+        with self._modes[-1].watching(), self.weights.next_step(), self.buffers.during(step):
             yield
 
     def after_backward(self, step: int) -> None:
@@ -240,31 +236,10 @@ class _RankSteps(StepObserver):
             first=self.compared[FIRST_BUFFERS],
             last=self.compared[LAST_BUFFERS],
             forwards=self.buffers.forwards,
-            by_step=tuple(self.buffers.by_step),
+            by_step=self.buffers.by_step,
             by_evaluation=tuple(self.buffers.by_evaluation),
-            at_once=self.buffers.at_once,
             written_parameters=tuple(self.buffers.written_parameters),
         )
-
-    def steers_forward(self, data_parallel: tuple[int, int]) -> bool:
-        """Return whether what the author's steps change by themselves, on any rank, changes what the model computes."""
-        if self._subject.train_step is None:
-            return False
-        changed: list[Any] = [()] * self._rank.world_size
-        dist.all_gather_object(changed, tuple(self.buffers.by_step))
-        names = frozenset(chain(*changed))  # the same on all ranks, so that a forward fails on all or on none
-        if not names:
-            return False
-        rows = rows_of_step(self._subject, 0, data_parallel, self._rank.device)
-
-        def loss() -> Tensor:
-            seed_all(SEED)
-            return loss_of(self._subject, rows)
-
-        with comparable_modes(self._model):
-            steers = on_any_rank(self.buffers.steers(names, loss))
-        reshard(self._model)
-        return steers
 
     def movements(self, reference_noise: float) -> tuple[Movement, ...]:
         """Return how far each parameter moved, and how far the reference or its own gradients say it should."""
