@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,14 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import is_stateful, takes
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
+from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import calling
+from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
-from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank
 
 SCHEDULER = "scheduler"
@@ -52,6 +54,7 @@ class Beside:
     """The objects that the reference has as well."""
     begun: Any = None
     """The scheduler's state at the beginning of its schedule."""
+    model: Module | None = None
 
     def after_step(self, subject: Subject) -> None:
         """Step what ``train_step`` does not step by itself."""
@@ -124,10 +127,20 @@ class Beside:
             yield from _flat(name, _state_of(name, owner))
 
     def tensors(self) -> Iterator[tuple[str, Part]]:
-        """Yield what this rank holds of each tensor in the state dicts of the objects that the reference has too."""
-        for name, value in self.entries():
-            if isinstance(value, Tensor) and name.partition(".")[0] in self.compared:
-                yield name, own_part(value)
+        """Yield what this rank holds of each tensor in the state dicts of the objects that the reference has too.
+
+        A plain tensor of the size of a parameter's shard is the same part of the whole as the shard.
+        """
+        entries = {name: value for name, value in self.entries() if isinstance(value, Tensor)}
+        shards = _shards_of(self.model, entries) if self.model is not None else {}
+        for name, value in entries.items():
+            if name.partition(".")[0] in self.compared:
+                shard = shards.get(name)
+                beside = shard is not None and local_part(shard.local).shape == value.shape
+                if shard is None or not beside or isinstance(value, DTensor) or not value.ndim:
+                    yield name, own_part(value)
+                else:
+                    yield name, replace(shard, local=value, gradient=None)
 
     @staticmethod
     def is_of_scheduler(entry: str) -> bool:
@@ -170,6 +183,27 @@ class Beside:
                 rounded = local_part(value).to(dtype).to(value.dtype)
                 found[name] = fingerprint(rounded).replace(str(tuple(rounded.shape)), str(tuple(value.shape)), 1)
         return found
+
+
+def _shards_of(model: Module, entries: Collection[str]) -> dict[str, Part]:
+    """Map entries to the shards of the parameters after which they are named, or whose order in the model they have."""
+    parts, found = parts_of(model), dict[str, Part]()
+    held = {name: tensor for name, kind, tensor in named_tensors(model) if kind == "parameter"}
+    names = {id(tensor): name for name, tensor in reversed(held.items())}  # the first of tied ones
+    lists: dict[str, list[str]] = {}
+    for entry in entries:
+        owner, _, key = entry.rpartition(".")
+        if named := max((name for name in held if clean_name(entry).endswith(f".{name}")), key=len, default=""):
+            found[entry] = parts.of(named, held[named])
+        elif key.isdigit():
+            lists.setdefault(owner, []).append(entry)
+    every = list(dict.fromkeys(map(id, held.values())))
+    for numbered in lists.values():
+        for own in (every, [one for one in every if held[names[one]].requires_grad]):
+            if len(own) == len(numbered):
+                pairs = zip(numbered, (names[one] for one in own), strict=True)
+                found |= {entry: parts.of(name, held[name]) for entry, name in pairs}
+    return found
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -225,7 +259,7 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
         objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
     compared = frozenset(name for name in objects if not is_stateful(subject.beside[name]))
     begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
-    return Beside(scheduler, objects, compared, begun)
+    return Beside(scheduler, objects, compared, begun, subject.model)
 
 
 def _build(name: str, function: Any, model: Module) -> Any:
