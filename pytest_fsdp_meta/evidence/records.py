@@ -161,8 +161,8 @@ class ReferenceFacts:
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """As in ``OptimizerFacts``, of the optimizer that trains it."""
-    changed_by_forward: tuple[str, ...] = ()
-    """The buffers, and other untrained tensors, that its first forward changes."""
+    steered_by_forward: tuple[str, ...] = ()
+    """The buffers, and other untrained tensors, that its forward changes and that change its loss."""
     recomputing: tuple[str, ...] = ()
     """The modules with activation checkpointing, as far as their settings say; of a simulated world only."""
     reached_later: tuple[str, ...] = ()

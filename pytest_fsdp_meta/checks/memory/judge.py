@@ -13,7 +13,7 @@ from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim, splits_experts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import memory_check
-from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, fold_names, name_ranks
 
 FULL = 0.95
@@ -154,9 +154,9 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
         yield Finding(None, ranks, "held as a whole while loading", expected, detail, **advice)
     unknown = [rank for rank, whole in held.items() if whole is None]
     if unknown:
-        raise NotJudged(
-            f"on {name_ranks(unknown)}, as many bytes as the model has were alive at a time, but they may be copies "
-            "of shards; more ranks make the difference clear"
+        raise Differs(
+            f"on {name_ranks(unknown)}, as many bytes as the model has were alive at a time; they may be copies of "
+            "shards, which more ranks would tell from the whole model"
         )
 
 

@@ -14,7 +14,7 @@ from pytest_fsdp_meta.judging.coordinates import coordinates
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import random_numbers_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, joined_runs
 
 SEED_BY_SLICE = "torch.manual_seed(seed + <index of the data-parallel slice>)"
@@ -261,7 +261,7 @@ def random_numbers_resume(view: View) -> Iterable[Finding]:
     for by_rank in problems.values():
         yield from view.findings_for(None, (pair for pair in by_rank if pair[1] != _SEEDED_AGAIN))
     if any(problem == _SEEDED_AGAIN for by_rank in problems.values() for _, problem in by_rank):
-        raise NotJudged("resume() seeds the generators with other seeds instead of restoring their states")
+        raise Differs("resume() seeds the generators with other seeds instead of restoring their states")
 
 
 def _problem(kind: str, saved: Sequence[RankResumed], resumed: Sequence[RankResumed], rank: int) -> Mismatch | None:

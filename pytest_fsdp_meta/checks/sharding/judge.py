@@ -22,7 +22,7 @@ from pytest_fsdp_meta.judging.expectations import (
 )
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import sharding_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, majority, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 
@@ -84,9 +84,9 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
             everywhere = name in subject.on_some_ranks and len(facts) == len(view.evidence.inventory)
             yield from (finding.explained_by(_ON_EVERY_RANK) for finding in found) if everywhere else found
     if replicated:
-        raise NotJudged(
-            f"DistributedDataParallel keeps {first_of(replicated)} whole on purpose; name the mesh dimension "
-            "dp_replicate to declare it"
+        raise Differs(
+            f"DistributedDataParallel keeps {first_of(replicated)} whole; name the mesh dimension dp_replicate to "
+            "declare it"
         )
 
 

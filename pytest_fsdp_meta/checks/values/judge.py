@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.coordinates import coordinates
 from pytest_fsdp_meta.judging.expectations import is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import values_check
-from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
 from pytest_fsdp_meta.text import first_of, name_ranks
 
 BASIC = (
@@ -66,7 +66,7 @@ def replicas_equal(view: View) -> Iterable[Finding]:
         elif apart:
             yield from _diverged(view, name, apart, compared.get(name, {}))
     if random:
-        raise NotJudged(f"{random[0]} differs each time the reference is built, so its replicas may differ too")
+        raise Differs(f"{random[0]} differs between its ranks, and each time the reference is built")
     if unread:
         raise PartlyJudged(f"torch cannot read {unread[0].name} ({unread[0].unreadable})")
 

@@ -322,7 +322,7 @@ def resume_parity(view: View) -> Iterable[Finding]:
             # Losses that are not finite stay so, whether or not anything was loaded.
             message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
             leave_not_finite(view, message)
-            raise NotJudged(f"{message}, so they cannot be compared")
+            raise Unjudgeable(message)
         return
     step = min(different)
     rank = different[step][0]

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.data.judge.epoch import DATA
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import data_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted
 
 NEXT = "the batches that follow the checkpoint"
@@ -61,7 +61,11 @@ def batches_resume(view: View) -> Iterator[Finding]:
     if all(rank.ended for rank in epoch.ranks):
         strange = sum(row not in known for run in runs.values() for row in run.resumed)
         if 2 * strange > sum(len(run.resumed) for run in runs.values()):
-            raise NotJudged("most rows after resuming are in no rank's epoch, so they are drawn or augmented at random")
+            total = sum(len(run.resumed) for run in runs.values())
+            raise Differs(
+                f"{strange} of {total} rows after resuming are in no rank's epoch: they are other rows, or drawn or "
+                "augmented at random, which can be switched off in the test"
+            )
     found = [*_findings(runs)]
     if not found and all(later.resumed_again is not None for _, later in pairs.values()):
         again = {

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
 
@@ -55,7 +55,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
         )
     untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
     if len(untrained) == len(cases):
-        raise NotJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
+        raise Differs(f"{first_of(untrained)} moves, but does not in the reference, {_HOW_IT_IS_UPDATED}")
     limits = limits_of(view, "updates")
     limits = replace(limits, noise=None if limits.noise is None else _noise_by_entry(view, limits, cases))
     limits = replace(limits, roundings=2 * len(view.reference.losses or ()))
@@ -74,7 +74,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
             f"nothing that is kept beside the model moves in these steps, neither here nor in the reference{low}"
         )
     if untrained:
-        raise PartlyJudged(f"{first_of(untrained)} does not move in the reference, {_HOW_IT_IS_UPDATED}")
+        raise Differs(f"{first_of(untrained)} moves, but does not in the reference, {_HOW_IT_IS_UPDATED}")
     if alone:
         raise PartlyJudged(f"{first_of(alone)}: {_NO_COUNTERPART}")
     unlike = [name for name, pairs in cases.items() if any(c.problem is not None for _, c in pairs)]

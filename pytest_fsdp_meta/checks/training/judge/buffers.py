@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View, majority, ranks_by
+from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
@@ -155,7 +155,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     if wrong:
         first = next(iter(wrong))
         if "train_step" in view.evidence.subject.declared:
-            _require_one_forward(runs, first)
+            _require_one_forward(runs, first, wrong[first])
         require_same_forward(view, runs)
         require_no_other_cause(view, f"buffers differ ({first}: {when})")
         require_given(view, f"buffers differ ({first}: {when})")
@@ -182,14 +182,16 @@ def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[s
         )
 
 
-def _require_one_forward(runs: Sequence[RankTraining], name: str) -> None:
-    """Raise NotJudged if the author's steps run another number of forwards than the reference's."""
+def _require_one_forward(runs: Sequence[RankTraining], name: str, cases: Cases) -> None:
+    """Raise Differs if the author's steps run another number of forwards than the reference's."""
+    factor = multiple(cases[0][1].measure, SAME_FACTOR) if cases[0][1].measure is not None else ""
+    change = f"changes {factor} times as much as" if factor else "changes otherwise than"
     for rank, run in enumerate(runs):
         forwards, steps = run.buffers.forwards, len(run.losses)
         if forwards != steps:
-            raise NotJudged(
-                f"{name} differs from the reference's, but train_step runs {counted(forwards, 'forward')} of the model "
-                f"in {counted(steps, 'step')} on rank {rank}, and the reference {steps}; statistics depend on that"
+            raise Differs(
+                f"{name} {change} the reference's: train_step runs {counted(forwards, 'forward')} of the model in "
+                f"{counted(steps, 'step')} on rank {rank}, and the reference {steps}; statistics depend on that"
             )
 
 

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import Limits, limits_of, norm_limit, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
 EPSILON = 2e-6
@@ -77,7 +77,8 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
     if off:
         require_same_forward(view, runs)
         if later := reduced_by_the_optimizer(view, runs):
-            raise NotJudged(f"the optimizer itself reduces gradients ({first_of(later)}), so their norm is not known")
+            message = f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}"
+            raise Differs(f"{message}; the optimizer itself reduces the gradients of {first_of(later)} after that")
         require_no_other_cause(view, f"the gradient norm is {off[0][1]:.6g}, but should be {expected:.6g}")
     else:
         require_gradients(view)

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
+    describe_difference,
     explain_uneven_backwards,
     require_no_other_cause,
     require_same_forward,
@@ -26,7 +27,7 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
 )
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, View
 
 _CHANGED = either(
     "the parameters are right after the first step, and the second gradients are not: ",
@@ -58,15 +59,14 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         message = "the first step moved the parameters differently from the reference"
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
-        raise NotJudged(f"{message} (see update_parity)")
+        raise Blocked(f"{message} (see update_parity)")
     found: Sequence[Finding] = list(_wrong_gradients(view, runs, seconds))
     compared = (c for one in seconds for c in one.gradients)
     found = unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
-    changing = next(iter(view.reference.changed_by_forward), "")
+    changing = next(iter(view.reference.steered_by_forward), "")
     if found and changing and any(max(run.backwards, default=0) > 1 for run in runs):
-        raise NotJudged(
-            f"every forward changes {changing}, and train_step runs more forwards than the reference for the same rows"
-        )
+        message = describe_difference("the gradients of the second step differ", found)
+        raise Differs(f"{message}; every forward changes {changing}, and the reference runs fewer forwards")
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
 

@@ -211,7 +211,7 @@ def _train_and_record(
         after=after,
         hooks_left_out=left_out,
         settings=settings,
-        changed_by_forward=first.changed_by_forward,
+        steered_by_forward=depends_on(recipe, first.changed_by_forward, folder),
         reached_later=tuple(first.reached_later),
         idle=first.idle or (),
         used=first.used,
