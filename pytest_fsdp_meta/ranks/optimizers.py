@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Module, Parameter
@@ -103,15 +102,13 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
     others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
-    loaded, counted = _loaded_state(optimizer, parameters) if built_optimizer(subject) else (frozenset[str](), 0.0)
     return OptimizerFacts(
         kind=_describe_kind(optimizer, subject),
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
         settings=settings_of(optimizer, model),
-        loaded=loaded,
-        counted=counted,
+        counted=_count_steps(optimizer, (tensor for _, tensor in parameters)) if built_optimizer(subject) else 0.0,
     )
 
 
@@ -135,45 +132,24 @@ def _as_plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _loaded_state(optimizer: Optimizer, parameters: Iterable[tuple[str, Tensor]]) -> tuple[frozenset[str], float]:
-    """Return the trainable parameters with state that the optimizer's constructor does not create, and steps counted.
-
-    If that state is nothing but the same count of steps beside moments that are zero, no step has seen a gradient: no
-    parameters are returned, and the count.
-    """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    names: list[str] = []
+def _count_steps(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
+    """Return the steps that the optimizer has counted beside moments that are all zero, if there is nothing else."""
     counts: set[float] = set()
-    for name, parameter in parameters:
-        state, group = optimizer.state.get(parameter, {}), groups.get(id(parameter), {})
-        kept = [value for value in state.values() if _is_loaded(value, parameter, group)]
-        if parameter.requires_grad and kept:
-            names.append(name)
-            empty = any(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
-            numbers = [float(value) for value in kept if not isinstance(value, Tensor) or not value.ndim]
-            counts.add(numbers[0] if empty and len(numbers) == len(kept) == 1 else 0.0)
-    if len(counts) == 1 and 0.0 not in counts:
-        return frozenset(), counts.pop()
-    return frozenset(names), 0.0
+    for parameter in parameters:
+        values = [value for value in optimizer.state.get(parameter, {}).values() if value is not None]
+        moments = [value for value in values if isinstance(value, Tensor) and value.ndim]
+        numbers = [float(value) for value in values if not isinstance(value, Tensor) or not value.ndim]
+        if values:
+            empty = moments and not any(_has_values(moment) for moment in moments)
+            counts.add(numbers[0] if empty and len(numbers) == 1 else 0.0)
+    return counts.pop() if len(counts) == 1 else 0.0
 
 
-def _is_loaded(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return whether a value of a parameter's state is neither zero nor filled with an option of its group.
-
-    Constructors create such state, as Adagrad's does from initial_accumulator_value; so does that of the reference.
-    """
-    if not isinstance(value, Tensor):
-        return isinstance(value, (int, float)) and bool(value)
-    local = local_part(value)
-    if local.is_meta or not local.numel():
-        return False
-    options = [option for option in group.values() if isinstance(option, (int, float)) and option is not True]
-    created = [0.0, *(options if value.shape == parameter.shape and local.is_floating_point() else ())]
+def _has_values(moment: Tensor) -> bool:
     try:
-        least, most = float(local.min()), float(local.max())
-        return least != most or least not in torch.tensor(created, dtype=local.dtype).tolist()
+        return bool(local_part(moment).count_nonzero())
     except (NotImplementedError, RuntimeError, TypeError):
-        return False  # a packed or complex dtype, whose elements torch cannot order
+        return True  # a packed dtype, whose elements torch cannot read
 
 
 def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:

@@ -52,7 +52,7 @@ class Giving:
             run_on(self.reference_world, on_ranks.reference.adopt_requires_grad, names)
             reference = replace(reference, retrained=tuple(names))
         optimizer = self.seen.inventory[0].optimizer
-        if optimizer is None or not optimizer.loaded:
+        if optimizer is None or not optimizer.stepped or optimizer.counted:
             return reference
         return replace(reference, not_given={**reference.not_given, **self._give_state()})
 

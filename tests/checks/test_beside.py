@@ -11,7 +11,6 @@ from tests.checks.evidence_factory import (
     COUNTER,
     MIDDLE,
     add,
-    counted,
     declare,
     healthy,
     kept_beside,
@@ -19,6 +18,7 @@ from tests.checks.evidence_factory import (
     on_runs,
     remeasured,
     verdict,
+    with_reference,
 )
 
 PARITY, ROUND_TRIP, UPDATES, RESUME = "beside_parity", "beside_round_trip", "update_parity", "resume_parity"
@@ -76,17 +76,9 @@ def test_what_the_reference_has_under_no_name_is_said():
     )
 
 
-def test_an_average_of_weights_that_train_step_steers_is_compared_no_further():
-    runs = tuple(
-        replace(run, buffers=replace(run.buffers, by_step=(COUNTER,), steering=True))
-        for run in counted(HEALTHY, 3.0).training
-    )
-    steered = replace(HEALTHY, training=runs)
-    off, still = (remeasured(steered, EMA, factor, apart, observed="beside") for factor, apart in ((1.0, 2.0), (0, 0)))
-    found = verdict(PARITY, off)
-    assert (found.status, found.findings) == ("skipped", ())
-    assert f"train_step itself changes {COUNTER}" in found.reason
-    assert [one[2] for one in shown(PARITY, still)] == ["does not move"]
+def test_an_average_where_the_reference_lacks_what_the_ranks_have():
+    off = remeasured(with_reference(HEALTHY, not_given={COUNTER: "differs"}), EMA, 1.0, 2.0, observed="beside")
+    assert verdict(PARITY, off).why == "differs"
 
 
 def test_a_counter_is_compared_exactly():

@@ -327,19 +327,6 @@ def test_the_cause_of_a_wrong_update_holds_for_all_ranks_and_for_some(ranks):
     )
 
 
-def test_updates_of_an_optimizer_that_already_has_state_are_not_compared():
-    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({HEAD, MIDDLE}))
-    resumed = on_runs(healthy(), [1], optimizer=optimizer)
-    assert verdict(UPDATES, resumed).status == "passed"
-    found = verdict(UPDATES, remeasured(resumed, EMBEDDING, 0.1, observed="parameters"))
-    assert (found.status, found.why) == ("skipped", "not applicable")
-    assert found.reason == (
-        f"the updates differ ({EMBEDDING}: update is 0.1 times the reference's): the loader's optimizer already has "
-        f"state (of 2 parameters, first: {MIDDLE}), which the reference's does not; build it fresh, or load its state "
-        "in resume()"
-    )
-
-
 def test_a_tie_that_breaks():
     broken = after(healthy(), HEAD, storage="memory of its own", identity=-1)
     actual = "does not share storage with head.weight after 3 steps"

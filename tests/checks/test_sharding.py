@@ -99,10 +99,10 @@ def test_ddp_replicates_on_purpose():
         if tensor.kind == "parameter":
             evidence = change(place(evidence, tensor.name, {}), tensor.name, ddp=True)
     found = verdict(LEFT, evidence)
-    assert (found.status, found.reason) == (
-        "skipped",
-        "DistributedDataParallel keeps embed.weight and 3 more whole on purpose; name the mesh dimension dp_replicate "
-        "to declare it",
+    assert (found.why, found.reason) == (
+        "differs",
+        "DistributedDataParallel keeps embed.weight and 3 more whole; name the mesh dimension dp_replicate to declare "
+        "it",
     )
     assert verdict(PLACEMENTS, evidence).status == "passed"
     assert verdict(LEFT, replace(evidence, world=replace(evidence.world, mesh=(("dp_replicate", 2),)))).reason == ""

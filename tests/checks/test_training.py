@@ -218,19 +218,6 @@ def test_a_whole_multiple_by_chance():
         assert [finding.cause.startswith("the loss is ") for finding in found] == [whole]
 
 
-def test_later_losses_of_an_optimizer_that_already_has_state_are_not_compared():
-    optimizer = replace(healthy().training[0].optimizer, loaded=frozenset({MIDDLE}))
-    later = on_runs(healthy(), None, losses=(2.0, 1.75, 1.5), optimizer=optimizer)
-    found = verdict(PARITY, later)
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert found.reason.startswith(
-        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error "
-        "0.12): the loader's optimizer already has state (of 1 parameter, first: "
-    )
-    first = verdict(PARITY, on_runs(later, None, losses=(2.5, 1.75, 1.5)))
-    assert [finding.actual for finding in first.findings] == ["loss 2.5 at step 0"]
-
-
 SEEN = "as on rank 0, which sees the same rows"
 
 

@@ -169,32 +169,21 @@ class Wrapper(nn.parallel.DistributedDataParallel):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
-    ("step", "by_step", "at_once", "by_evaluation", "forwards"),
+    ("step", "moments", "by_evaluation", "forwards"),
     [
-        (learn, [], False, [], 1),
-        (count_first, ["own"], True, [], 1),
-        (count_last, ["own"], False, [], 1),
-        (count_between_closures, ["own"], False, [], 1),
-        (one_after_another, [], False, [], 0),
-        (evaluate_afterwards, [], False, ["calls"], 1),
+        (learn, {}, [], 1),
+        (count_first, {(2, "forward"): 2.0}, [], 1),
+        (count_last, {(2, "end"): 2.0}, [], 1),
+        (count_between_closures, {(2, "update"): 2.0}, [], 1),
+        (one_after_another, {}, [], 0),
+        (evaluate_afterwards, {}, ["calls"], 1),
     ],
 )
-def test_buffers_that_a_step_changes_by_itself(step, by_step, at_once, by_evaluation, forwards, wrapped):
+def test_buffers_that_a_step_changes_by_itself(step, moments, by_evaluation, forwards, wrapped):
     model = Wrapper(Counting()) if wrapped else Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject, watch = Subject(model, train_step=within_its_wrapper(step) if wrapped else step), BufferWatch(model)
-    with watch.during():
+    with watch.during(2):
         run_author_step(subject, optimizer, {"input": torch.ones(2, 2)}, 0, lambda: None, Beside(), buffers=watch)
-    assert (list(watch.by_step), watch.at_once, watch.forwards) == (by_step, at_once, forwards)
-    assert list(watch.by_evaluation) == by_evaluation
-
-
-@pytest.mark.parametrize(("name", "steers"), [("own", True), ("calls", False)])
-def test_a_buffer_steers_if_the_loss_depends_on_it(name, steers):
-    model = Counting()
-    watch = BufferWatch(model)
-    with watch.during():
-        model.own += 1
-        model.calls += 1
-    assert watch.steers({name}, lambda: model(torch.ones(2, 2)).sum()) == steers
-    assert (model.own.item(), model.calls.item()) == (2, 1)
+    assert {when: changed["own"].item() for when, changed in watch.moments.items()} == moments
+    assert (list(watch.by_evaluation), watch.forwards) == (by_evaluation, forwards)

@@ -127,16 +127,14 @@ class OptimizerFacts:
 
     ``held`` counts how often its parameter groups contain each parameter of the model. ``stepped`` names the
     parameters for which it has state. ``others`` describes the tensors that it holds although the model does not
-    register them, as (dtype, whether it has no memory). ``loaded`` names the trainable parameters for which an
-    optimizer that the loader built has other state than its class starts with; ``counted`` are the steps that it has
-    counted where that is all.
+    register them, as (dtype, whether it has no memory). ``counted`` are the steps that an optimizer
+    which the loader built has counted, if all other state of it is zero.
     """
 
     kind: str
     held: Mapping[str, int] = field(default_factory=dict)
     others: tuple[tuple[str, bool], ...] = ()
     stepped: frozenset[str] = frozenset()
-    loaded: frozenset[str] = frozenset()
     counted: float = 0.0
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings of the group that each parameter is in, before the training: "lr=0.001; weight_decay=0.1"."""

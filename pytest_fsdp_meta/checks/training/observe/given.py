@@ -24,7 +24,7 @@ from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer
-from pytest_fsdp_meta.ranks.reference_record import Record, record_at, without_repetition
+from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, without_repetition
 from pytest_fsdp_meta.worlds import current
 
 NUMBERS = "given numbers"
@@ -60,22 +60,17 @@ def record_optimizer_state(folder: str) -> tuple[dict[Moment, RecordedPart], dic
     unknown: list[str] = []
     for name, _, parameter in named_tensors(subject.model):
         part = parts.of(name, parameter)
-        for key, value in _state_of(optimizer, parameter).items():
-            moment = Moment(0, str(key), name)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            moment, tensor = Moment(0, str(key), name), isinstance(value, Tensor) and is_array(value)
             if isinstance(value, (int, float)):
                 numbers[moment] = value
-            elif isinstance(value, Tensor) and value.numel() == 1 and part.shape != (1,):
+            elif tensor and not value.ndim:
                 found[moment] = own_part(value)
-            elif isinstance(value, Tensor) and local_part(value).shape == local_part(part.local).shape:
-                found |= {moment: replace(part, local=local_part(value))} if value.numel() else {}
+            elif tensor and local_part(value).shape == local_part(part.local).shape:
+                found |= {moment: replace(part, local=local_part(value))} if local_part(value).numel() else {}
             elif value is not None:
                 unknown.append(name)
     return _record(found, folder, GIVEN_STATE), numbers, tuple(unknown)
-
-
-def _state_of(optimizer: Optimizer, parameter: Tensor) -> Mapping[str, object]:
-    states = (computing_optimizer(part).state.get(parameter) for part in parts_of_optimizer(optimizer))
-    return next(filter(None, states), {})
 
 
 def _record(found: Mapping[Moment, Part], folder: str, what: str) -> dict[Moment, RecordedPart]:
