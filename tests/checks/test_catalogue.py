@@ -66,14 +66,14 @@ def test_two_checks_with_one_id_have_their_own_verdicts():
 
 
 def test_a_check_that_is_added_changes_the_verdicts_that_depend_on_it():
-    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True)
+    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True, names=("weight",))
     catalogue, own = Catalogue(), made("own", ["training"])
     assert judge(own, evidence, catalogue).status == "error"
     catalogue.add(made("basic", ["inventory"], finds=[finding()], family="structure"))
     found = judge(own, evidence, catalogue)
     assert (found.status, found.reason) == (
         "skipped",
-        "rank 1 raised RuntimeError; the findings of basic may explain it",
+        "rank 1 raised RuntimeError, which the findings of basic explain; fix those first",
     )
 
 

@@ -98,7 +98,7 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     if found and changing:
         raise NotJudged(f"every forward changes {changing}, so a shorter step changes it differently")
     if found and view.failed:
-        raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
+        raise Blocked("a step with half of the rows differs", view.failed)
     yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
 
 

@@ -29,7 +29,7 @@ from pytest_fsdp_meta.judging.limits import (
     limits_of,
 )
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
 
 _CHANGED = either(
     "the parameters are right after the first step, and the second gradients are not: ",
@@ -63,7 +63,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
             raise NotJudged(f"{message}: {loaded}")
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
-        raise NotJudged(f"{message} (see update_parity)")
+        raise Blocked(message, ["update_parity"])
     found: Sequence[Finding] = list(_wrong_gradients(view, runs, seconds))
     compared = (c for one in seconds for c in one.gradients)
     found = unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
