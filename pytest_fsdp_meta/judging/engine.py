@@ -148,21 +148,19 @@ def _judge(check: Check, run: _Run) -> Verdict:
             return _not_judged(check, error, view, run)
         reason = str(error)
     except Exception as error:
-        what = "is a fault of pytest-fsdp-meta, please report this:" if check.built_in else "raised"
-        reason = f"the {'judge of' if check.built_in else 'custom check'} {check.id} {what} {_one_line(error)}"
+        reason = f"the custom check {check.id} raised {_one_line(error)}"
+        if check.built_in:
+            reason = f"this check of pytest-fsdp-meta raised {_one_line(error)}; please report this"
         if not findings:
-            why = "raised" * check.built_in
-            return Verdict(
-                check, "error", reason=reason, detail=_traceback(check, error), unjudged=view.left_out, why=why
-            )
+            detail, why = _traceback(check, error), "raised" * check.built_in
+            return Verdict(check, "error", reason=reason, detail=detail, unjudged=view.left_out, why=why)
     if findings:
         findings = add_smaller_worlds(check, findings, evidence.smaller)
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
-        reason = describe_left_out(view.left_out) + (f"; {REST_PASSED}" if view.has_judgeable else "")
-        otherwise = "partly checked" if view.has_judgeable else "not applicable"
-        why = _depends(view, run) or otherwise
+        rest, why = (f"; {REST_PASSED}", "partly checked") if view.has_judgeable else ("", "not applicable")
+        reason, why = describe_left_out(view.left_out) + rest, _depends(view, run) or why
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
     return Verdict(check, "passed", reason=note)
 
