@@ -16,6 +16,7 @@ from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
+    SHARED,
     Blocked,
     Differs,
     NotDeclared,
@@ -122,7 +123,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
             return _unavailable(check, need, run)
     if "training" in check.needs and (reason := _trained_otherwise(check, run)):
         return Verdict(check, "error", reason=reason)
-    failed = tuple(id for id in check.after if run.fails(id) or (run.findings(id) and not _as_loaded(id, run)))
+    failed = tuple(id for id in check.after if run.fails(id) or (id != SHARED and run.findings(id)))
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = note = ""

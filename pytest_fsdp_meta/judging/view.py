@@ -20,6 +20,9 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.judging.findings import Finding, Mismatch
 
 T = TypeVar("T")
+SHARED = "requires_grad_matches_reference"
+"""The check whose findings the reference shares, as it trains what the loader trains. If they are expected, the rest of
+the model is judged beside them."""
 
 
 class Unjudgeable(Exception):
@@ -116,12 +119,9 @@ class View:
         return by is None
 
     def explained_by(self, name: str) -> str | None:
-        """Return the more basic check that the tensor failed, unless that is expected: other defects are judged then.
-
-        Unlike ``judgeable``, record nothing.
-        """
+        """Return the more basic check that the tensor failed, if that explains what differs elsewhere; record nothing."""
         by = self._already_failed.get(name)
-        return None if by in self.selection.xfailing else by
+        return None if by == SHARED and by in self.selection.xfailing else by
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
         """Return the judgeable names on any rank, in ``only`` and not in ``but``, each once."""

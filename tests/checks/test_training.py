@@ -137,14 +137,15 @@ def test_a_check_that_is_expected_to_fail_leaves_others_to_be_judged():
     assert verdict(PARITY, FROZEN, [TRAINABLE]).status == "passed"
 
 
-def test_a_difference_that_no_failing_check_explains_differs():
-    wrong = losses(remeasured(healthy(), MIDDLE, 2.0), *[(2.0, 1.75, 1.25)] * 2)
+@pytest.mark.parametrize(("evidence", "by"), [(remeasured(healthy(), MIDDLE, 2.0), "grad_parity"), (ODD, DTYPES)])
+def test_a_difference_that_no_failing_check_explains_differs(evidence, by):
+    wrong = losses(evidence, *[(2.0, 1.75, 1.25)] * 2)
     assert verdict(PARITY, wrong).why == "depends on a failed check"
-    found = verdict(PARITY, wrong, ["grad_parity"])
+    found = verdict(PARITY, wrong, [by])
     assert (found.status, found.why) == ("skipped", "differs")
     assert found.reason == (
-        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12); it is left to grad_parity, "
-        "which does not fail this run"
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12); it is left to "
+        f"{by}, which does not fail this run"
     )
 
 

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSave
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.registry import checkpoint_check
-from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import SHARED, Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of, is_named
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
@@ -27,7 +27,6 @@ SOUND = (
 )
 """Checks whose failure can make saving, loading or training raise or give arbitrary results."""
 EQUAL = (*SOUND, "params_equal_reference", "buffers_equal_reference")
-TRAINABLE = "requires_grad_matches_reference"
 ROUNDING = 1e-2
 """Relative: error allowed to a loader that casts, against a reference that does not."""
 
@@ -282,10 +281,10 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         message = f"loading {what} in a world of {size} raises {resharded.refused}"
         tensors = (tensor.name for rank in view.evidence.inventory for tensor in rank.tensors)
         by = (view.explained_by(name) for name in tensors if is_named(name, resharded.refused))
-        if explaining := dict.fromkeys(filter(None, by)):
+        if explaining := dict.fromkeys(id for id in by if id and id not in view.selection.xfailing):
             raise Blocked(message, explaining)
         if frozen := _frozen_in_this_world(view, resharded.refused):
-            raise Blocked(f"{message}: {frozen} is frozen in this world", [TRAINABLE])
+            raise Blocked(f"{message}: {frozen} is frozen in this world", [SHARED])
         absent = size > view.evidence.world.size and any(text in resharded.refused for text in NOT_THERE)
         yield Finding(None, resharded.ranks, message, "", **(_OF_EACH_RANK if absent else {}))
         return
@@ -315,7 +314,7 @@ def _frozen_in_this_world(view: View, refused: str) -> str:
 
     It is frozen in this world, and trained in the reference.
     """
-    if TRAINABLE not in view.selection or TRAINABLE in view.selection.xfailing:
+    if SHARED not in view.selection or SHARED in view.selection.xfailing:
         return ""
     trained = {t.name for t in view.reference_inventory.tensors if t.requires_grad}
     frozen = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.requires_grad}
