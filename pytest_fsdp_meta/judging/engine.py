@@ -161,7 +161,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
         rest, why = (f"; {REST_PASSED}", "partly checked") if view.has_judgeable else ("", "not applicable")
-        reason, why = describe_left_out(view.left_out) + rest, _depends(view, run) or why
+        reason, why = describe_left_out(view.left_out) + rest, DEPENDS if any(map(run.fails, view.left_out)) else why
         return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
     return Verdict(check, "passed", reason=note)
 
@@ -175,16 +175,11 @@ def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdic
         why = "differs"
     elif isinstance(error, PartlyJudged):
         why = "partly checked"
-    if view.left_out and why != "differs":
-        # Without these tensors, the reason alone may be false.
+    if view.left_out and why != "differs":  # without these tensors, the reason alone may be false
         rest = f"{error}; {REST_PASSED}" if isinstance(error, PartlyJudged) else f"otherwise {error}"
-        reason, why = f"{describe_left_out(view.left_out)}; {rest}", _depends(view, run) or why
+        reason = f"{describe_left_out(view.left_out)}; {rest}"
+        why = DEPENDS if any(map(run.fails, view.left_out)) else why
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)
-
-
-def _depends(view: View, run: _Run) -> str:
-    """Return the kind of a skip for tensors that were left out, if one of the checks that they failed fails the run."""
-    return DEPENDS if any(map(run.fails, view.left_out)) else ""
 
 
 def _name_the_explaining(verdict: Verdict, run: _Run) -> Verdict:
@@ -219,20 +214,12 @@ def _unavailable(check: Check, need: str, run: _Run) -> Verdict:
 
 
 def _explaining(check: Check, unavailable: Unavailable, run: _Run) -> Iterator[str]:
-    """Yield the earlier checks of the loaded model that fail the run in one of the tensors that the error names.
-
-    A model that raises affects every check that runs it, so all of them should give the same reason.
-    """
+    """Yield the earlier checks that fail the run in one of the tensors that the error names."""
     for earlier in takewhile(lambda other: other.id != check.id, run.catalogue):
-        if earlier.family in EXPLAINING_A_CRASH and _as_loaded(earlier.id, run) and run.fails(earlier.id):
+        if earlier.family in EXPLAINING_A_CRASH and run.fails(earlier.id):
             found = {name for finding in run.findings(earlier.id) for name in finding.failed_tensors}
             if earlier.id in unavailable.by or found.intersection(unavailable.names):
                 yield earlier.id
-
-
-def _as_loaded(check_id: str, run: _Run) -> bool:
-    """Return whether the check inspects the model without running it."""
-    return set(run.catalogue[check_id].needs) <= set(AS_LOADED)
 
 
 def _one_line(error: Exception) -> str:

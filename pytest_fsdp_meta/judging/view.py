@@ -119,7 +119,7 @@ class View:
         return by is None
 
     def explained_by(self, name: str) -> str | None:
-        """Return the more basic check that the tensor failed, if that explains what differs elsewhere; record nothing."""
+        """Return the more basic check that the tensor failed, if that explains other differences; record nothing."""
         by = self._already_failed.get(name)
         return None if by == SHARED and by in self.selection.xfailing else by
 

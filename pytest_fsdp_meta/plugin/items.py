@@ -65,21 +65,8 @@ class RanksItem(pytest.Item):
         nodeid = "::".join([os.path.relpath(self.path, here), *names])
         return shlex.join([_interpreter(here), "-m", "pytest", nodeid, *self.plugin.settings.given])
 
-    def may_be_expected(self, when: str | None, raised: BaseException) -> bool:
-        """Return whether ``@pytest.mark.xfail`` may expect what this phase raised."""
-        return True
-
-    def record_phase(self, report: pytest.TestReport, raised: BaseException | None) -> None:
-        """Add what this plugin knows of a phase to pytest's report of it."""
-
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Let pytest's report of a phase point to the line of the user's code that failed."""
-        raised = call.excinfo.value if call.excinfo else None
-        by_mark = report.skipped and hasattr(report, "wasxfail") and not isinstance(raised, pytest.xfail.Exception)
-        if by_mark and raised is not None and not self.may_be_expected(report.when, raised):
-            report.outcome = "failed"
-            del report.wasxfail
-        self.record_phase(report, raised)
         if self.line is not None:
             self.line.point(report, self)
             self.line = None  # also of an expected failure: a later phase has a line of its own
@@ -143,14 +130,22 @@ class CheckItem(RanksItem):
         if expected is not None:
             pytest.fail(f"{explain_pass(expected, self.check)}; {REMOVE}", pytrace=False)
 
-    def may_be_expected(self, when: str | None, raised: BaseException) -> bool:
-        """Findings may be, but no error: neither of the loader nor of a fixture."""
-        return when == "call" and self.outcome is not None and self.outcome.status == "failed"
+    def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Attach the status of the check to pytest's report of the phase that decides it.
 
-    def record_phase(self, report: pytest.TestReport, raised: BaseException | None) -> None:
-        """Attach the status of the check to pytest's report of the phase that decides it."""
-        if not outcomes.decides_status(report):
-            return
+        ``pytest.mark.xfail`` may expect findings; pytest applies it to errors as well.
+        """
+        raised = call.excinfo.value if call.excinfo else None
+        found = report.when == "call" and self.outcome is not None and self.outcome.status == "failed"
+        by_mark = report.skipped and hasattr(report, "wasxfail") and not isinstance(raised, pytest.xfail.Exception)
+        if by_mark and not found:
+            report.outcome = "failed"
+            del report.wasxfail
+        if outcomes.decides_status(report):
+            self._attach(report, raised)
+        super().complete_report(call, report)
+
+    def _attach(self, report: pytest.TestReport, raised: BaseException | None) -> None:
         outcome, context = self.outcome, self.context()
         if report.when == "teardown" and self.record is not None:
             record = with_later_error(self.record, outcomes.describe_exception(raised))
@@ -221,8 +216,6 @@ class WorldItem(RanksItem, pytest.Function):
     world: WorldSpec
     scope: str
     """How long the ranks live: "function", "module" or "session"."""
-    _failure: Exception | None = None
-    """What the last failure of ranks was."""
 
     def begin(self) -> None:
         """Make ``fsdp_world`` usable in the test's fixtures."""
@@ -250,13 +243,7 @@ class WorldItem(RanksItem, pytest.Function):
     def set_line(self, error: Exception) -> str:
         """Set the line of this failure and return its text."""
         self.line = FailureLine(self.name, first_line(error), error.place if isinstance(error, WorldError) else "")
-        self._failure = error
         return str(error)
-
-    def may_be_expected(self, when: str | None, raised: BaseException) -> bool:
-        """What a rank raises may be, but not that it ends or hangs."""
-        error, self._failure = self._failure or raised, None
-        return not isinstance(error, WorldError) or error.failures[0].kind == "raised"
 
 
 class SpmdItem(WorldItem):
