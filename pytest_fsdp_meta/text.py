@@ -110,6 +110,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def is_named(tensor: str, text: str) -> bool:
+    """Return whether a text has the name of a tensor. One without a module is a word that may mean anything."""
+    return "." in tensor and tensor in text and re.search(rf"(?<![\w.]){re.escape(tensor)}(?!\.?\w)", text) is not None
+
+
 def counted(number: int, noun: str) -> str:
     """Format a count, like "1 step" or "3 steps"."""
     ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "ss")) else "s"

@@ -253,13 +253,11 @@ class WorldFacts:
 class Unavailable:
     """Why an observation was not taken.
 
-    ``error`` is True if taking it failed; its checks are then errors, and ``detail`` has the traceback or a similar
-    long text. It is False if the author did not declare what the observation needs or if earlier findings rule it
-    out; its checks are then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible,
-    "blocked" if fixing the findings of other checks would, "unselected" if no selected check asked for it, and
-    "unsupported" if this release of torch lacks a private name that it needs. Of an error, it is "alone" if the
-    reference or the verifier failed, in a world of its own, and "raised" if the first failure of the ranks is an
-    exception that is about neither memory nor the network.
+    ``error`` is True if taking it failed, or would; its checks are then errors, and ``detail`` has the traceback or a
+    similar long text. ``names`` are the tensors that the error names: findings about one of them explain it, as do any
+    of the checks ``by``. ``error`` is False if the author did not declare what the observation needs; its checks are
+    then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible, "unselected" if no
+    selected check asked for it, and "unsupported" if this release of torch lacks a private name that it needs.
     """
 
     summary: str
@@ -268,6 +266,8 @@ class Unavailable:
     kind: str = ""
     missing_field: str = ""
     """The field of Subject that is not declared, where it is a single one."""
+    names: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

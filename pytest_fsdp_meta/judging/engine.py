@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +16,7 @@ from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
+    SHARED,
     Blocked,
     Differs,
     NotDeclared,
@@ -30,31 +30,15 @@ from pytest_fsdp_meta.judging.view import (
 )
 from pytest_fsdp_meta.text import counted, first_line, first_of
 
-AS_LOADED = ("inventory", "reference", "values", "verifier")
-"""Observations that inspect the model without running it."""
+AS_LOADED = ("inventory", "reference", "values", "verifier", "repetition")
+"""Observations that load the model and inspect it, without running it: no finding explains an error there."""
 EXPLAINING_A_CRASH = ("structure", "materialisation", "tying")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
-_VALUES = r"nan\b|\binf|finite|range|bounds|negative|overflow|assert|device-side"
-_SIZES = r"size|shape|dim|mat1|broadcast|numel|elements|stride|length|range|bounds|DTensor"
-_PLACE = r"device|meta|storage|data_ptr|cuda|cpu|backend"
-RAISES = {
-    "same_manifest_on_every_rank": rf"collective|mismatch|gloo|nccl|{_SIZES}",
-    "names_match_reference": rf"AttributeError|KeyError|NoneType|missing key|unexpected key|not found|unused|{_SIZES}",
-    "shapes_match_reference": _SIZES,
-    "dtypes_match_reference": r"dtype|data type|scalar type|half|float|double|long\b|not implemented for",
-    "requires_grad_matches_reference": r"grad|NoneType|leaf",
-    "parameter_attributes_kept": r"attribute",
-    "tied_weights_share_storage": r"KeyError|shar(e|es|ing) (memory|storage)|missing key|unexpected key|not found",
-    "managed_params_are_registered": rf"{_SIZES}|grad|AttributeError|NoneType|storage|device",
-    **dict.fromkeys(("no_meta_params", "no_meta_buffers", "params_on_rank_device", "buffers_on_rank_device"), _PLACE),
-    **dict.fromkeys((*VALUES_CHECKS.values(), "replicas_equal", "no_uninitialized_memory"), _VALUES),
-}
-"""Check -> what an exception says that its findings can cause. Those of other checks may cause any."""
 PACKAGE = Path(__file__).parents[1]
 REST_PASSED = "the rest passed"
+DEPENDS = "depends on a failed check"
 KINDS = {
     "undeclared": "not declared",
-    "blocked": "depends on a failed check",
     "unselected": "not selected",
     "unsupported": "not supported",
 }
@@ -72,8 +56,10 @@ class Verdict:
     that reports recognise a finding about all of them. ``ties`` has the names that are one parameter on all ranks.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
-    release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
-    judged, and the rest passed). ``missing_field`` is the field, if a single one is missing.
+    release of torch), "not applicable" (the model has nothing of the kind), "partly checked" (something could not be
+    judged, and the rest passed), or "differs" (something is beyond its limit, and not judged); of an error, it is
+    "raised" if a judge of this package raised. ``missing_field`` is the field, if a single one is missing. ``by`` are
+    the checks that may explain what was not judged.
     """
 
     check: Check
@@ -86,6 +72,7 @@ class Verdict:
     ties: frozenset[frozenset[str]] = frozenset()
     why: str = ""
     missing_field: str = ""
+    by: tuple[str, ...] = ()
 
 
 _Memo = WeakKeyDictionary[Catalogue, dict[tuple[int, Selection, Check], Verdict]]
@@ -99,12 +86,9 @@ def judge(check: Check, evidence: Evidence, catalogue: Catalogue, selection: Sel
     A check skips the tensors in which a more basic check of the selection found something. If the selection lacks the
     more basic check, this one judges them.
     """
-    by_catalogue: _Memo = evidence.memo.setdefault("verdicts", WeakKeyDictionary())
-    verdicts = by_catalogue.setdefault(catalogue, {})
-    key = len(catalogue), selection, check  # a check added to the catalogue may change earlier verdicts
-    if key not in verdicts:
-        verdicts[key] = _judge(check, _Run(evidence, catalogue, selection))
-    return verdicts[key]
+    run = _Run(evidence, catalogue, selection)
+    verdict = run.judged(check)
+    return _name_the_explaining(verdict, run) if verdict.by else verdict
 
 
 class _Run(NamedTuple):
@@ -112,23 +96,34 @@ class _Run(NamedTuple):
     catalogue: Catalogue
     selection: Selection
 
+    def judged(self, check: Check) -> Verdict:
+        """Return the verdict before those checks are named that explain it: they may be judged after this one."""
+        by_catalogue: _Memo = self.evidence.memo.setdefault("verdicts", WeakKeyDictionary())
+        verdicts = by_catalogue.setdefault(self.catalogue, {})
+        key = len(self.catalogue), self.selection, check  # a check added to the catalogue may change earlier verdicts
+        if key not in verdicts:
+            verdicts[key] = _judge(check, self)
+        return verdicts[key]
+
     def findings(self, check_id: str) -> tuple[Finding, ...]:
         """Return the findings of a check in the selection, else ()."""
-        if check_id not in self.selection:
-            return ()
-        return judge(self.catalogue[check_id], self.evidence, self.catalogue, self.selection).findings
+        return self.judged(self.catalogue[check_id]).findings if check_id in self.selection else ()
+
+    def fails(self, check_id: str) -> bool:
+        """Return whether the check has findings that fail the run."""
+        return check_id not in self.selection.xfailing and bool(self.findings(check_id))
 
 
 def _judge(check: Check, run: _Run) -> Verdict:
     evidence = run.evidence
     if evidence.world.simulated and not check.simulated:
         return Verdict(check, "skipped", reason=NO_VALUES, why="not applicable")
-    failed = tuple(filter(run.findings, check.after))
     for need in (*check.needs, check.id):
         if need in evidence.unavailable:
-            return _unavailable(check, need, run, failed)
+            return _unavailable(check, need, run)
     if "training" in check.needs and (reason := _trained_otherwise(check, run)):
         return Verdict(check, "error", reason=reason)
+    failed = tuple(id for id in check.after if run.fails(id) or (id != SHARED and run.findings(id)))
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = note = ""
@@ -144,42 +139,56 @@ def _judge(check: Check, run: _Run) -> Verdict:
     except Noted as error:
         note = str(error)
     except NotTaken as error:
-        return _unavailable(check, str(error), run, failed)
+        return _unavailable(check, str(error), run)
+    except Blocked as error:
+        if not findings:
+            return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out, why=DEPENDS, by=error.by)
+        reason = str(error)
     except NotJudged as error:
         if not findings:
-            return _not_judged(check, error, view)
+            return _not_judged(check, error, view, run)
         reason = str(error)
     except Exception as error:
-        if check.built_in:
-            raise
         reason = f"the custom check {check.id} raised {_one_line(error)}"
+        if check.built_in:
+            reason = f"this check of pytest-fsdp-meta raised {_one_line(error)}; please report this"
         if not findings:
-            return Verdict(check, "error", reason=reason, detail=_traceback(error), unjudged=view.left_out)
+            detail, why = _traceback(check, error), "raised" * check.built_in
+            return Verdict(check, "error", reason=reason, detail=detail, unjudged=view.left_out, why=why)
     if findings:
         findings = add_smaller_worlds(check, findings, evidence.smaller)
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
-        reason = describe_left_out(view.left_out) + (f"; {REST_PASSED}" if view.has_judgeable else "")
-        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=KINDS["blocked"])
+        rest, why = (f"; {REST_PASSED}", "partly checked") if view.has_judgeable else ("", "not applicable")
+        reason, why = describe_left_out(view.left_out) + rest, DEPENDS if any(map(run.fails, view.left_out)) else why
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
     return Verdict(check, "passed", reason=note)
 
 
-def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
-    reason, why = str(error), KINDS["blocked"] if isinstance(error, Blocked) else "not applicable"
-    missing = ""
+def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdict:
+    reason, why, missing = str(error), "not applicable", ""
     if isinstance(error, NotDeclared):
         why = KINDS["undeclared"]
         missing = error.field if error.field not in view.evidence.subject.declared else ""
     elif isinstance(error, Differs):
         why = "differs"
-    elif isinstance(error, PartlyJudged) and view.left_out:
-        reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):
         why = "partly checked"
-    elif view.left_out and not isinstance(error, Blocked):  # without these tensors, the reason alone may be false
-        reason, why = f"{describe_left_out(view.left_out)}; otherwise {reason}", KINDS["blocked"]
+    if view.left_out and why != "differs":  # without these tensors, the reason alone may be false
+        rest = f"{error}; {REST_PASSED}" if isinstance(error, PartlyJudged) else f"otherwise {error}"
+        reason = f"{describe_left_out(view.left_out)}; {rest}"
+        why = DEPENDS if any(map(run.fails, view.left_out)) else why
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)
+
+
+def _name_the_explaining(verdict: Verdict, run: _Run) -> Verdict:
+    """Say which of the checks explain what was not judged; if none of them fails the run, a difference remains."""
+    if failing := [id for id in verdict.by if id in run.catalogue and run.fails(id)]:
+        reason = f"{verdict.reason.rstrip('.')}, which the findings of {', '.join(failing)} explain; fix those first"
+        return replace(verdict, reason=reason)
+    left_to = f"{', '.join(verdict.by)}, which {'do' if len(verdict.by) > 1 else 'does'} not fail this run"
+    return replace(verdict, reason=f"{verdict.reason}; it is left to {left_to}", why="differs")
 
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
@@ -194,44 +203,23 @@ def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:
     return frozenset.intersection(*by_rank) if by_rank else frozenset()
 
 
-def _unavailable(check: Check, need: str, run: _Run, failed: Sequence[str]) -> Verdict:
+def _unavailable(check: Check, need: str, run: _Run) -> Verdict:
     unavailable = run.evidence.unavailable[need]
-    if not unavailable.error and unavailable.kind != "blocked":
+    if not unavailable.error:
         why, missing = KINDS.get(unavailable.kind, "not applicable"), unavailable.missing_field
         return Verdict(check, "skipped", reason=unavailable.summary, why=why, missing_field=missing)
-    if need not in AS_LOADED:  # running a model with missing or wrong tensors is likely to raise
-        basic = _failed_basics(check, run) if need != "repetition" else ()
-        if by := ", ".join(id for id in dict.fromkeys((*failed, *basic)) if _may_explain(id, unavailable, run)):
-            reason = f"{unavailable.summary}; the findings of {by} may explain it" if unavailable.error else ""
-            return Verdict(check, "skipped", reason=reason or unavailable.summary, why=KINDS["blocked"])
+    if need not in AS_LOADED and (by := tuple(_explaining(check, unavailable, run))):
+        return Verdict(check, "skipped", reason=unavailable.summary, why=DEPENDS, by=by)
     return Verdict(check, "error", reason=unavailable.summary, detail=unavailable.detail)
 
 
-def _may_explain(id: str, unavailable: Unavailable, run: _Run) -> bool:
-    """Whether the findings of a check may be why something was not observed.
-
-    They are about the loaded model, so they explain nothing that the reference does alone, unless it trained from the
-    loader's values; and they explain an exception if it says what such findings cause, or names one of their tensors.
-    """
-    reference = run.evidence.reference
-    if unavailable.kind == "alone" and not (reference and reference.adopted):
-        return False
-    if unavailable.kind not in ("alone", "raised") or id not in RAISES:
-        return True
-    names = (finding.tensor for finding in run.findings(id) if finding.tensor)
-    text = unavailable.summary
-    return re.search(RAISES[id], text, re.IGNORECASE) is not None or any(name in text for name in names)
-
-
-def _failed_basics(check: Check, run: _Run) -> Iterator[str]:
-    """Yield the earlier checks that inspect the model itself and failed, including those not in ``after``.
-
-    A model that raises affects every check that runs it, so all of them should give the same reason.
-    """
+def _explaining(check: Check, unavailable: Unavailable, run: _Run) -> Iterator[str]:
+    """Yield the earlier checks that fail the run in one of the tensors that the error names."""
     for earlier in takewhile(lambda other: other.id != check.id, run.catalogue):
-        basic = earlier.family in EXPLAINING_A_CRASH and set(earlier.needs) <= set(AS_LOADED)
-        if basic and run.findings(earlier.id):
-            yield earlier.id
+        if earlier.family in EXPLAINING_A_CRASH and run.fails(earlier.id):
+            found = {name for finding in run.findings(earlier.id) for name in finding.failed_tensors}
+            if earlier.id in unavailable.by or found.intersection(unavailable.names):
+                yield earlier.id
 
 
 def _one_line(error: Exception) -> str:
@@ -239,10 +227,10 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _traceback(error: Exception) -> str:
-    """Format the traceback without the frames of this package, which do not help the author of a custom check."""
+def _traceback(check: Check, error: Exception) -> str:
+    """Format the traceback, of a custom check without the frames of this package, which do not help its author."""
     report = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in report.stack if not Path(frame.filename).is_relative_to(PACKAGE)]
+    frames = [one for one in report.stack if check.built_in or not Path(one.filename).is_relative_to(PACKAGE)]
     report.stack = traceback.StackSummary.from_list(frames)
     return "".join(report.format()).rstrip()
 
@@ -307,7 +295,7 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
     for id in check.after:
         if id in run.selection:
             continue
-        for basic in judge(run.catalogue[id], run.evidence, run.catalogue, run.selection).findings:
+        for basic in run.judged(run.catalogue[id]).findings:
             if finding.tensor in basic.failed_tensors:
                 cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
                 return replace(

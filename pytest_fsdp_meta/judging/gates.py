@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Evidence, RankTraining
+from pytest_fsdp_meta.evidence import VALUES_CHECKS, Comparison, Evidence, RankTraining
 from pytest_fsdp_meta.judging.coordinates import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
@@ -60,9 +60,8 @@ def comparable_training(view: View) -> Sequence[RankTraining]:
         raise NotJudged("a checkpoint directory cannot be trained; declare Subject(reference=<callable>)")
     for step, loss in enumerate(reference.losses):
         if not math.isfinite(loss) and reference.adopted:
-            raise Blocked(
-                f"with the loader's values of {first_of(reference.adopted)}, the reference's loss is {loss:g}"
-            )
+            message = f"with the loader's values of {first_of(reference.adopted)}, the reference's loss is {loss:g}"
+            raise Blocked(message, VALUES_CHECKS.values())
         if not math.isfinite(loss):
             raise Unjudgeable(
                 f"the reference's own loss is {loss:g} at step {step}; give it a batch, a loss and an optimizer that "
@@ -94,17 +93,17 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
             f"({view.reference.unstable[0]}); make it build the same model every time"
         )
     names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
-    failed_by = {name: view.already_failed_in(name) for name in names | dict.fromkeys(view.reference_inventory.by_name)}
+    failed_by = {name: view.explained_by(name) for name in names | dict.fromkeys(view.reference_inventory.by_name)}
     explained = [
         name
         for name, check_id in failed_by.items()
         if check_id and (check_id in EXPLAINING_CHECKS or not first_forward) and not view.judgeable(name)
     ]
     if explained:
-        raise Blocked(f"{message}, {view.attribute_to(tuple(view.left_out))}")
+        raise Blocked(message, view.left_out)
     in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
     if in_training and not first_forward:
-        raise Blocked(f"{message}, {view.attribute_to(in_training)}")
+        raise Blocked(message, in_training)
 
 
 def unless_explained(
@@ -160,8 +159,8 @@ def leave_not_finite(view: View, message: str) -> None:
     reference, runs = view.evidence.reference, view.evidence.training or ()
     compared = "loss_parity" in view.selection and reference is not None and reference.losses is not None
     wrong = compared and not all(math.isfinite(loss) for run in runs for loss in run.losses)
-    if by := view.failed or ("loss_parity",) * wrong:
-        raise Blocked(f"{message}, {view.attribute_to(by)}")
+    if by := (*view.failed, *("loss_parity",) * wrong):
+        raise Blocked(message, by)
 
 
 def require_gradients(view: View) -> None:
@@ -189,7 +188,7 @@ def require_same_forward(view: View, runs: Sequence[RankTraining]) -> None:
     message = f"the first loss is {actual[0]:.6g}, but should be {expected[0]:.6g}"
     if not view.reference.unstable:  # loss_parity says so
         require_no_other_cause(view, message, first_forward=True)
-    raise Blocked(f"{message} (see loss_parity); gradients and updates depend on it")
+    raise Blocked(message, ["loss_parity"])
 
 
 def format_losses(losses: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -20,6 +20,9 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.judging.findings import Finding, Mismatch
 
 T = TypeVar("T")
+SHARED = "requires_grad_matches_reference"
+"""The check whose findings the reference shares, as it trains what the loader trains. If they are expected, the rest of
+the model is judged beside them."""
 
 
 class Unjudgeable(Exception):
@@ -42,16 +45,23 @@ class NotDeclared(NotJudged):
         self.field = field
 
 
+class Differs(NotJudged):
+    """Raised if a difference was measured, is beyond its limit, and is not judged for the reason in the message."""
+
+
 class Blocked(NotJudged):
-    """Raised if findings of a more basic check must be fixed first; the message names that check."""
+    """Raised if the difference that the message describes follows from findings of other checks, ``by`` their ids.
+
+    The verdict names those that fail the run. If none does, nothing else reports the difference, and it is told as one.
+    """
+
+    def __init__(self, message: str, by: Iterable[str]) -> None:
+        super().__init__(message)
+        self.by = tuple(by)
 
 
 class PartlyJudged(NotJudged):
     """Raised if a part could not be judged, for the reason in the message; findings yielded before remain valid."""
-
-
-class Differs(NotJudged):
-    """Raised if a difference was measured, is beyond its limit, and is not judged for the reason in the message."""
 
 
 class Noted(Exception):
@@ -108,19 +118,10 @@ class View:
         self.has_judgeable |= by is None
         return by is None
 
-    def already_failed_in(self, name: str) -> str | None:
-        """Return the more basic check that the tensor already failed; unlike ``judgeable``, record nothing."""
-        return self._already_failed.get(name)
-
-    def attribute_to(self, check_ids: Sequence[str]) -> str:
-        """Return the end of a sentence that leaves a difference to the findings of these checks."""
-        names = ", ".join(check_ids)
-        if self.selection.xfailing.issuperset(check_ids):
-            return (
-                f"which the expected findings of {names} (xfail) may explain; this check cannot be judged until they "
-                "are fixed"
-            )
-        return f"which the findings of {names} explain; fix those first"
+    def explained_by(self, name: str) -> str | None:
+        """Return the more basic check that the tensor failed, if that explains other differences; record nothing."""
+        by = self._already_failed.get(name)
+        return None if by == SHARED and by in self.selection.xfailing else by
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
         """Return the judgeable names on any rank, in ``only`` and not in ``but``, each once."""

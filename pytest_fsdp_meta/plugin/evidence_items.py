@@ -12,12 +12,12 @@ from pytest_fsdp_meta.catalogue import Catalogue, Selection, judge
 from pytest_fsdp_meta.evidence import Evidence, store
 from pytest_fsdp_meta.plugin.items import CheckItem, Shared
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import outcome_of
+from pytest_fsdp_meta.plugin.outcomes import describe_exception, outcome_of
 from pytest_fsdp_meta.plugin.session import SESSION
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.summary import summarise
-from pytest_fsdp_meta.text import first_line, first_of
+from pytest_fsdp_meta.text import first_of
 
 
 def collect_file(path: Path, parent: pytest.Collector) -> EvidenceFile | None:
@@ -56,10 +56,8 @@ class EvidenceFile(pytest.File):
                 self.warn(pytest.PytestWarning(message))
             except pytest.PytestWarning:  # with -W error: an error of this file, not of the whole collection
                 yield InvalidEvidence.from_parent(self, name="removed", message=message)
-        try:
-            self._judge_all(catalogue)
-        except Exception as error:  # every field has its type, but an edited or damaged file may contradict itself
-            message = f"{self.path}: inconsistent evidence ({type(error).__name__}: {first_line(error)})"
+        if problem := self._inconsistency(catalogue):
+            message = f"{self.path}: inconsistent evidence ({problem})"
             yield InvalidEvidence.from_parent(self, name="inconsistent", message=message)
             return
         ids = catalogue.ids_for(bool(self.stored.evidence.world.simulated))
@@ -74,16 +72,19 @@ class EvidenceFile(pytest.File):
                 item.add_marker(pytest.mark.skip(reason=self.stored.skip[check]))
             yield item
 
-    def _judge_all(self, catalogue: Catalogue) -> None:
-        """Judge every check twice, with all others and with none: the session's selection is not known yet.
+    def _inconsistency(self, catalogue: Catalogue) -> str:
+        """Return what a judge raises, before the first item exists, so that it is reported once; else "".
 
-        May raise anything if the evidence is inconsistent. That is found out before the first item exists, so that it
-        is reported once.
+        Every field has its type, but an edited or damaged file may contradict itself. Each check is judged twice, with
+        all others and with none: the session's selection is not known yet.
         """
-        summarise(self.stored.evidence)
-        for check in catalogue:
-            for selection in (Selection(), Selection(frozenset())):
-                judge(check, self.stored.evidence, catalogue, selection)
+        try:
+            summarise(self.stored.evidence)
+        except Exception as error:
+            return describe_exception(error)
+        selections = Selection(), Selection(frozenset())
+        verdicts = (judge(check, self.stored.evidence, catalogue, one) for check in catalogue for one in selections)
+        return next((found.detail.rpartition("\n")[2] for found in verdicts if found.why == "raised"), "")
 
     @cached_property
     def selection(self) -> Selection:

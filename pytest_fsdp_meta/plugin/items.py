@@ -131,9 +131,18 @@ class CheckItem(RanksItem):
             pytest.fail(f"{explain_pass(expected, self.check)}; {REMOVE}", pytrace=False)
 
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Attach the status of the check to pytest's report of the phase that decides it."""
+        """Attach the status of the check to pytest's report of the phase that decides it.
+
+        ``pytest.mark.xfail`` may expect findings; pytest applies it to errors as well.
+        """
+        raised = call.excinfo.value if call.excinfo else None
+        found = report.when == "call" and self.outcome is not None and self.outcome.status == "failed"
+        by_mark = report.skipped and hasattr(report, "wasxfail") and not isinstance(raised, pytest.xfail.Exception)
+        if by_mark and not found:
+            report.outcome = "failed"
+            del report.wasxfail
         if outcomes.decides_status(report):
-            self._attach(report, call.excinfo.value if call.excinfo else None)
+            self._attach(report, raised)
         super().complete_report(call, report)
 
     def _attach(self, report: pytest.TestReport, raised: BaseException | None) -> None:

@@ -194,8 +194,8 @@ OPTIONS = (
     Option(
         "fail-on",
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
-        "failures that the earlier run did not have, and missing loaders) or any (every failure, missing loaders, "
-        "slower loads, drifting losses and checks that no longer run)",
+        "failures that the earlier run did not have, checks that now depend on one, and missing loaders) or any (every "
+        "failure, missing loaders, slower loads, drifting losses and checks that no longer run)",
         option_values.one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",

@@ -99,8 +99,9 @@ class Comparison:
     def fails(self, on: str) -> bool:
         """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
-            # A check that was not run might have failed in a new way.
-            return bool(self.failures or self.missing) or bool(count_kinds(self.now.loaders)["not run"])
+            # A check that was not judged, or not even run, might have failed in a new way.
+            worse = self.failures or self.missing or self.dependent
+            return bool(worse) or bool(count_kinds(self.now.loaders)["not run"])
         is_changed = on == "any" and any(getattr(self, name) for name in ("missing", "unselected", *FAILING_ANY))
         return is_changed or is_bad(self.now.loaders)
 
@@ -206,9 +207,9 @@ def _classify(change: Change) -> str:
         return "fixed" if failed_before or _has_kind(before, ("xfailed",)) else ""
     if _has_kind(now, ("xfailed",)):
         return "expected" if failed_before or _has_kind(before, PASSED) else ""
-    if not _has_kind(before, (*FAILED, *JUDGED)):
-        return ""
-    return "dependent" if _has_kind(now, ("depends on a failed check",)) else "no_longer_judged"
+    if _has_kind(now, ("depends on a failed check",)):
+        return "dependent" if _has_kind(before, JUDGED) else ""
+    return "no_longer_judged" if _has_kind(before, (*FAILED, *JUDGED)) else ""
 
 
 def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
@@ -292,7 +293,7 @@ class Kind:
 KINDS = {
     "failures": Kind("new failures", lambda number: counted(number, "new failure"), "worse"),
     "missing": Kind("missing loaders", "{} missing".format, "worse", f" ({MISSING})"),
-    "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check".format),
+    "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check".format, "worse"),
     "no_longer_judged": Kind("no longer judged", "{} no longer judged".format),
     "changed": Kind("known failures, other findings", "{} known with other findings".format),
     "known": Kind("known failures, same findings", "{} known".format),

@@ -43,6 +43,7 @@ def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, o
     if comparison is not None and fail_on == "regression":
         if comparison.failures:
             yield counted(count_changes(comparison.failures), "new failure")
+        yield from describe_numbers(comparison, ["dependent"])
         if not_run := count_kinds(report.loaders)["not run"]:
             yield f"{not_run} not run"
     elif failures := describe_failures(report.loaders):

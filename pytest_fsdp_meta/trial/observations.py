@@ -26,7 +26,7 @@ from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step, with_noise
 from pytest_fsdp_meta.trial.giving import Giving
 from pytest_fsdp_meta.trial.loads import Loads
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, describe_odd_model, no_training_declared
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, no_training_declared, odd_model
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.table import Observation, TableRun
@@ -158,8 +158,8 @@ class ObservationRun(TableRun):
     def _train(self) -> tuple[RankTraining, ...] | Unavailable:
         if reason := no_training_declared(self.subject):
             return reason
-        if problem := describe_odd_model(self.inventory, self.subject):
-            return Unavailable(f"not trained: {problem}", kind="blocked")
+        if reason := odd_model(self.inventory, self.subject, "not trained"):
+            return reason
         if self.seen.reference is None or not self.seen.reference.complete:
             return tuple(run_on(self.world, on_ranks.training.observe_training, self.steps))
         reference = self._giving().as_loaded(self.seen.reference)

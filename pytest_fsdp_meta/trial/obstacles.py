@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankStateDict
@@ -21,6 +22,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
 from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
+from pytest_fsdp_meta.text import is_named
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:
@@ -49,15 +51,22 @@ def add_hints(summary: str) -> str:
     return "; ".join([summary, *(hint for text, hint in HINTS.items() if text in summary)])
 
 
-def from_world_error(error: WorldError) -> Unavailable:
-    """Return the error with its world's output; the item shows the output of the loader's own ranks itself."""
+def from_world_error(error: WorldError, inventory: Sequence[RankInventory] = ()) -> Unavailable:
+    """Return the error with its world's output; the item shows the output of the loader's own ranks itself.
+
+    Findings about the model of the ``inventory`` explain an exception only: a rank that is killed, ends or hangs names
+    no tensor. Nor do they explain what another model raises.
+    """
     outputs = [(rank, text.strip()) for rank, text in enumerate(error.outputs) if text.strip()] if error.label else []
     alone = len(error.outputs) == 1
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    kind = "alone" if error.label in WITHOUT_LOADER else "raised" * _raises_of_its_own(error)
-    return Unavailable(add_hints(error.summary), error=True, detail="\n\n".join([str(error), *shown]), kind=kind)
+    first, explicable = error.failures[0], _raises_of_its_own(error) and error.label not in WITHOUT_LOADER
+    known = {tensor.name: None for rank in inventory for tensor in rank.tensors} if explicable else {}
+    names = tuple(name for name in known if name in first.names or is_named(name, first.message))
+    detail = "\n\n".join([str(error), *shown])
+    return Unavailable(add_hints(error.summary), error=True, detail=detail, names=names)
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
@@ -114,19 +123,21 @@ def unknown_attribute(
     return str(SubjectError("kept_attributes", f"no tensor of {where} has {unknown[0]!r}{hint}"))
 
 
-def describe_odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts) -> str:
-    """Describe why the ranks cannot run collectives on the model together; return "" if they can.
+def odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts, what: str) -> Unavailable | None:
+    """Return why the ranks cannot run collectives on the model together; None if they can.
 
-    Ranks may lack what is declared to be on some ranks only, as long as those that have it agree.
+    Ranks may lack what is declared to be on some ranks only, as long as those that have it agree. ``what`` is then not
+    done.
     """
-    meta = [t.name for rank in inventory for t in rank.tensors if t.on_meta]
-    if meta:
-        return f"{meta[0]} is on meta"
+    if meta := tuple(dict.fromkeys(t.name for rank in inventory for t in rank.tensors if t.on_meta)):
+        return Unavailable(f"{what}: {meta[0]} is on meta", error=True, names=meta)
     facts = [{t.name: (t.name, t.shape, t.dtype, t.requires_grad) for t in rank.tensors} for rank in inventory]
     some = partly_held(subject, inventory)
     manifests = {tuple(fact for name, fact in rank.items() if name not in some) for rank in facts}
-    odd = len(manifests) > 1 or any(len({rank[name] for rank in facts if name in rank}) > 1 for name in some)
-    return "the ranks hold different tensors, so their collectives would not pair up" if odd else ""
+    if len(manifests) == 1 and not any(len({rank[name] for rank in facts if name in rank}) > 1 for name in some):
+        return None
+    summary = f"{what}: the ranks hold different tensors, so their collectives would not pair up"
+    return Unavailable(summary, error=True, by=("same_manifest_on_every_rank",))
 
 
 def not_saved_by_torch(
@@ -213,15 +224,16 @@ def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep], subject: SubjectFa
     return ""
 
 
-def explain_missing_state(summary: str, stateless: Sequence[str]) -> str:
+def explain_missing_state(error: Unavailable, stateless: Sequence[str]) -> Unavailable:
     """Add cause and remedy to torch's error about the state of a parameter that got no gradient."""
     for name in stateless:
-        if re.search(rf"Missing (key|optimizer state) .*(?<!\w){re.escape(name)}(?!\w)", summary):
-            return (
-                f"{summary}; {name} got no gradient, so no state of it was saved, but torch expects one for each "
+        if re.search(rf"Missing (key|optimizer state) .*(?<!\w){re.escape(name)}(?!\w)", error.summary):
+            explained = (
+                f"{error.summary}; {name} got no gradient, so no state of it was saved, but torch expects one for each "
                 "trainable parameter of the optimizer: freeze it, or leave it out of the optimizer"
             )
-    return summary
+            return replace(error, summary=explained, names=(*error.names, name))
+    return error
 
 
 def refuses_checkpoint(error: WorldError) -> bool:

@@ -38,12 +38,12 @@ from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
     beside_not_loaded_by_torch,
-    describe_odd_model,
     explain_missing_state,
     exported_in_parts,
     no_training_declared,
     not_gathered_by_gloo,
     not_saved_by_torch,
+    odd_model,
     optimizer_not_loaded_by_torch,
 )
 from pytest_fsdp_meta.trial.on_ranks import (
@@ -122,7 +122,7 @@ class Reloading(TableRun):
             return replace(reason, detail=f"{SECOND_LOAD_FAILED}:\n\n{reason.detail}")
         if error is self._save_failure:
             return replace(reason, detail=f"{SAVE_NOT_RETRIED}:\n\n{reason.detail}")
-        return replace(reason, summary=explain_missing_state(reason.summary, self._stateless))
+        return explain_missing_state(reason, self._stateless)
 
     # Observations of the first load, which may have been trained.
 
@@ -320,8 +320,8 @@ class Reloading(TableRun):
 
     def _unsavable(self, gathering: bool = False) -> Unavailable | None:
         """Return why saving would fail or hang; the author's own save() is tried, unless torch does the gathering."""
-        if problem := describe_odd_model(self.inventory, self.subject):
-            return Unavailable(f"not saved: {problem}", kind="blocked")
+        if reason := odd_model(self.inventory, self.subject, "not saved"):
+            return reason
         if self._author_saves and not gathering:
             return None
         by_author = gathering and "state_dict" in self.subject.declared
@@ -335,10 +335,7 @@ class Reloading(TableRun):
 
     def _no_more_steps(self) -> Unavailable | None:
         """Return why the first load cannot be trained once more."""
-        if reason := self._not_trained():
-            return reason
-        problem = describe_odd_model(self.inventory, self.subject)
-        return Unavailable(f"not trained: {problem}", kind="blocked") if problem else None
+        return self._not_trained() or odd_model(self.inventory, self.subject, "not trained")
 
     def _ungatherable(self) -> Unavailable | None:
         return not_gathered_by_gloo(self.inventory) if self.loads.first.spec.backend == "gloo" else None

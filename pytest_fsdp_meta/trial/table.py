@@ -112,4 +112,4 @@ class TableRun:
         return next((self.unavailable[need] for need in row.needs if need in self.unavailable), None)
 
     def describe_error(self, error: WorldError) -> Unavailable:
-        return from_world_error(error)
+        return from_world_error(error, self.inventory)

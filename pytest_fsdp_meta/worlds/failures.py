@@ -34,6 +34,7 @@ class RankFailure:
     stacks. ``when`` is the time on the machine's monotonic clock: the first failure caused the others. ``user``
     marks an error whose message is complete for the user, so that no traceback is shown. ``exception`` and ``message``
     are the qualified class and the text of the exception, and ``place`` is "path:line" of the user's innermost frame.
+    ``names`` are those of ``CallFailed``.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankFailure:
     exception: str = ""
     message: str = ""
     place: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def printable(self) -> RankFailure:
@@ -71,12 +73,13 @@ class RankState:
 class CallFailed(Exception):
     """A function of the user's, which ``where`` names, raised this error's ``__cause__``.
 
-    ``detail``, if any, is shown instead of the traceback of the cause.
+    ``detail``, if any, is shown instead of the traceback of the cause. ``names`` are what was in use where it raised.
     """
 
-    def __init__(self, where: str = "", detail: str = "") -> None:
+    def __init__(self, where: str = "", detail: str = "", names: tuple[str, ...] = ()) -> None:
         self.where = where
         self.detail = detail
+        self.names = names
         super().__init__(where)
 
 

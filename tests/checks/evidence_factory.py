@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
 
-from pytest_fsdp_meta.catalogue import Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
@@ -565,10 +565,10 @@ def declare(evidence: Evidence, **fields: Any) -> Evidence:
 
 
 def undeclared(
-    evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "", kind: str = ""
+    evidence: Evidence, *observations: str, why: str, error: bool = False, detail: str = "", **facts: Any
 ) -> Evidence:
     """Remove observations, with the reason why they were not taken."""
-    absent = dict.fromkeys(observations, Unavailable(why, error, detail, kind))
+    absent = dict.fromkeys(observations, Unavailable(why, error, detail, **facts))
     return replace(
         evidence,
         unavailable={**evidence.unavailable, **absent},
@@ -594,8 +594,12 @@ def left_out(by: str, *names: str, rest: bool = True) -> str:
     return f"not checked: {count} that already failed {by} (first: {names[0]})" + ("; the rest passed" if rest else "")
 
 
-def verdict(id: str, evidence: Evidence) -> Verdict:
-    return judge(CATALOGUE[id], evidence, CATALOGUE)
+def verdict(id: str, evidence: Evidence, expected: Collection[str] = ()) -> Verdict:
+    """Return the verdict of a check; ``expected`` are those that are expected to fail."""
+    selection = Selection(frozenset(CATALOGUE.ids()).difference(expected), frozenset(expected))
+    found = judge(CATALOGUE[id], evidence, CATALOGUE, selection if expected else Selection())
+    assert found.why != "raised", found.detail
+    return found
 
 
 def findings_of(found: Verdict) -> list[tuple[str | None, tuple[int, ...], str, str, str]]:

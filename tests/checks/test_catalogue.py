@@ -8,7 +8,9 @@ import numpy
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, built_in, check, judge
-from tests.checks.evidence_factory import MIDDLE, differ, healthy, undeclared
+from tests.checks.evidence_factory import CATALOGUE, MIDDLE, differ, healthy, undeclared
+
+PARITY = "loss_parity"
 
 
 def finding(**facts):
@@ -66,14 +68,14 @@ def test_two_checks_with_one_id_have_their_own_verdicts():
 
 
 def test_a_check_that_is_added_changes_the_verdicts_that_depend_on_it():
-    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True)
+    evidence = undeclared(healthy(), "training", why="rank 1 raised RuntimeError", error=True, names=("weight",))
     catalogue, own = Catalogue(), made("own", ["training"])
     assert judge(own, evidence, catalogue).status == "error"
     catalogue.add(made("basic", ["inventory"], finds=[finding()], family="structure"))
     found = judge(own, evidence, catalogue)
     assert (found.status, found.reason) == (
         "skipped",
-        "rank 1 raised RuntimeError; the findings of basic may explain it",
+        "rank 1 raised RuntimeError, which the findings of basic explain; fix those first",
     )
 
 
@@ -167,3 +169,16 @@ def test_stored_evidence_of_wrong_values_is_judged_together_with_them(id):
         f"the reference trained from the loader's own values of {MIDDLE}; select the check that reports them as well "
         "(params_equal_reference, buffers_equal_reference, frozen_weights_equal_verifier)",
     )
+
+
+def test_a_judge_of_the_package_that_raises_is_an_error_of_its_check_alone():
+    def broken(view: View) -> list[Finding]:
+        return [{}["odd"]]
+
+    broken.__module__ = CATALOGUE[PARITY].judge.__module__
+    catalogue = Catalogue([replace(one, judge=broken) if one.id == PARITY else one for one in CATALOGUE])
+    verdicts = {one.id: judge(one, healthy(), catalogue) for one in catalogue}
+    wrong = {id: found for id, found in verdicts.items() if found.status in ("error", "failed")}
+    assert list(wrong) == [PARITY]
+    assert wrong[PARITY].reason == "this check of pytest-fsdp-meta raised KeyError: 'odd'; please report this"
+    assert 'return [{}["odd"]]' in wrong[PARITY].detail

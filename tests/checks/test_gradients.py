@@ -225,7 +225,7 @@ def test_a_forward_that_differs_is_left_to_loss_parity(check):
     found = verdict(check, evidence)
     assert (found.status, found.findings) == ("skipped", ())
     assert found.reason == (
-        "the first loss is 2.5, but should be 2 (see loss_parity); gradients and updates depend on it"
+        "the first loss is 2.5, but should be 2, which the findings of loss_parity explain; fix those first"
     )
     assert verdict(LOSS, evidence).status == "failed"
 

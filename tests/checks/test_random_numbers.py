@@ -156,7 +156,7 @@ def test_nothing_to_judge(id):
 
 
 def test_a_meta_parameter_explains_a_step_that_fails():
-    evidence = undeclared(healthy(), "training_mode", why="rank 0 raised", error=True)
+    evidence = undeclared(healthy(), "training_mode", why="rank 0 raised", error=True, names=(HEAD,))
     assert verdict(FOLLOW, evidence).status == "error"
     found = verdict(FOLLOW, change(evidence, HEAD, device="meta", storage=None, digest=None))
     assert (found.status, found.why) == ("skipped", "depends on a failed check")

@@ -84,7 +84,8 @@ def test_an_update_that_is_wrong_explains_the_second_gradients():
     runs = tuple(replace(run, second=replace(run.second, parameters=run.parameters)) for run in moved.training)
     evidence = replace(moved, training=runs)
     assert verdict(SECOND, evidence).reason == (
-        "the first step moved the parameters differently from the reference (see update_parity)"
+        "the first step moved the parameters differently from the reference, which the findings of update_parity "
+        "explain; fix those first"
     )
     assert [f.tensor for f in verdict(UPDATE, evidence).findings] == [EMBEDDING]
 

@@ -13,6 +13,7 @@ from tests.checks.evidence_factory import (
     CATALOGUE,
     COUNTER,
     EMBEDDING,
+    HEAD,
     LOSSES,
     MIDDLE,
     ROTARY,
@@ -25,6 +26,7 @@ from tests.checks.evidence_factory import (
     on_ranks,
     on_runs,
     place,
+    remeasured,
     rename,
     undeclared,
     verdict,
@@ -52,25 +54,25 @@ def losses(evidence: Evidence, *by_rank: tuple[float, ...]) -> Evidence:
     return replace(evidence, training=tuple(training))
 
 
-FAILED = {"why": "rank 1: OutOfMemoryError", "error": True, "detail": "..."}
+RAISED = {"why": f"rank 1 raised RuntimeError: {MIDDLE} is odd", "error": True, "detail": "Traceback"}
+NAMED = {**RAISED, "names": (MIDDLE,)}
+KILLED = {"why": "rank 1 was killed by SIGKILL", "error": True, "detail": "..."}
+DTYPES, MANIFEST = "dtypes_match_reference", "same_manifest_on_every_rank"
 
 
 @pytest.mark.parametrize(
     ("evidence", "by"),
     [
-        (differ(healthy(), MIDDLE), "params_equal_reference"),
-        (rename(healthy(), "module."), "names_match_reference"),
-        (
-            differ(change(differ(healthy(), COUNTER), EMBEDDING, dtype="float64"), MIDDLE),
-            "dtypes_match_reference, params_equal_reference, buffers_equal_reference",
-        ),
-        (on_ranks(healthy(), [1], lambda rank: rank.tensors[::-1]), "same_manifest_on_every_rank"),
+        (change(healthy(), MIDDLE, dtype="bfloat16"), DTYPES),
+        (rename(healthy(), "module.", MIDDLE), "names_match_reference"),
+        (change(change(healthy(), MIDDLE, shape=(8, 4)), MIDDLE, [1], dtype="float64"), MANIFEST),
+        (change(healthy(), MIDDLE, device="meta", storage=None, digest=None), "no_meta_params"),
     ],
 )
-def test_wrong_tensors_may_explain_a_training_that_failed(evidence, by):
-    found = verdict(PARITY, undeclared(evidence, "training", **FAILED))
-    reason = f"rank 1: OutOfMemoryError; the findings of {by} may explain it"
-    assert (found.status, found.reason, found.detail, found.unjudged) == ("skipped", reason, "", {})
+def test_the_findings_of_a_tensor_explain_an_exception_that_names_it(evidence, by):
+    found = verdict(PARITY, undeclared(evidence, "training", **NAMED))
+    reason = f"{RAISED['why']}, which the findings of {by} explain; fix those first"
+    assert (found.status, found.reason, found.detail, found.why) == ("skipped", reason, "", "depends on a failed check")
 
 
 CRASHED = ("training", "continued", "resumed", "saved", "restored", "resharded", "export", "state_dict")
@@ -78,35 +80,85 @@ CRASHED += ("saved_again", "restored_again")
 
 
 def test_a_wrong_model_explains_a_crash_to_every_check():
-    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), *CRASHED, **FAILED)
+    wrong = undeclared(change(healthy(), MIDDLE, dtype="bfloat16"), *CRASHED, **NAMED)
     using = [check.id for check in CATALOGUE if set(check.needs) & set(CRASHED)]
     assert {"tied_weights_stay_tied", "optimizer_state_round_trip", "resume_parity"} < set(using)
     for id in using:
         found = verdict(id, wrong)
-        assert (found.status, found.detail) == ("skipped", ""), id
-        summary, _, why = found.reason.partition("; the findings of ")
-        assert summary == "rank 1: OutOfMemoryError"
-        assert "dtypes_match_reference" in why, id
+        reason = f"{RAISED['why']}, which the findings of {DTYPES} explain; fix those first"
+        assert (found.status, found.detail, found.reason) == ("skipped", "", reason), id
 
 
-SIZES = "rank 0 raised RuntimeError in model(**batch): The size of tensor a (4) must match the size of tensor b (6)"
+ODD = change(healthy(), MIDDLE, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("summary", "kind", "status"),
+    ("evidence", "observation", "facts", "expected"),
     [
-        (SIZES, "raised", "skipped"),
-        (f"rank 0 raised ValueError in loss(model, batch): {MIDDLE} is odd", "raised", "skipped"),
-        ("rank 0 raised TypeError in loss(model, batch): unsupported operand type(s) for +", "raised", "error"),
-        ("rank 0 was killed by SIGSEGV", "", "skipped"),
-        (SIZES.replace("rank 0", "the reference"), "alone", "error"),
+        (ODD, "training", KILLED, ()),
+        (ODD, "training", RAISED, ()),
+        (ODD, "training", {**NAMED, "names": (HEAD,)}, ()),
+        (ODD, "training", NAMED, (DTYPES,)),
+        (differ(healthy(), MIDDLE), "training", NAMED, ()),
+        (place(healthy(), MIDDLE, {}, shape=(6, 4)), "training", NAMED, ()),
+        (ODD, "repetition", NAMED, ()),
+        (ODD, "reference", NAMED, ()),
+        (healthy(), "training", {**RAISED, "by": (MANIFEST,)}, ()),
+    ],
+    ids=[
+        *(
+            "a rank that is killed",
+            "an exception that names nothing",
+            "another tensor",
+            "a check that is expected to fail",
+        ),
+        *("wrong values", "a tensor that is not sharded", "another load", "the reference", "a check that passes"),
     ],
 )
-def test_a_finding_explains_an_exception_that_says_what_such_findings_cause(summary, kind, status):
-    wrong = change(healthy(), MIDDLE, shape=(8, 4))
-    found = verdict(PARITY, undeclared(wrong, "training", why=summary, error=True, kind=kind, detail="Traceback"))
-    explained = "; the findings of shapes_match_reference may explain it" * (status == "skipped")
-    assert (found.status, found.reason, bool(found.detail)) == (status, summary + explained, status == "error")
+def test_what_does_not_explain_an_error(evidence, observation, facts, expected):
+    id = {"training": PARITY, "repetition": "load_is_repeatable", "reference": "params_equal_reference"}[observation]
+    found = verdict(id, undeclared(evidence, observation, **facts), expected)
+    assert (found.status, found.reason, found.detail) == ("error", facts["why"], facts["detail"])
+
+
+def test_what_is_not_declared_needs_no_explanation():
+    found = verdict(PARITY, undeclared(ODD, "training", why="not declared", kind="undeclared"))
+    assert (found.status, found.reason, found.why) == ("skipped", "not declared", "not declared")
+
+
+TRAINABLE = "requires_grad_matches_reference"
+FROZEN = change(healthy(), MIDDLE, requires_grad=False)
+
+
+def test_a_check_that_is_expected_to_fail_leaves_others_to_be_judged():
+    wrong = losses(FROZEN, *[(2.0, 1.75, 1.25)] * 2)
+    assert verdict(PARITY, wrong).why == "depends on a failed check"
+    assert verdict(PARITY, wrong, [TRAINABLE]).status == "failed"
+    assert verdict(PARITY, FROZEN, [TRAINABLE]).status == "passed"
+
+
+@pytest.mark.parametrize(("evidence", "by"), [(remeasured(healthy(), MIDDLE, 2.0), "grad_parity"), (ODD, DTYPES)])
+def test_a_difference_that_no_failing_check_explains_differs(evidence, by):
+    wrong = losses(evidence, *[(2.0, 1.75, 1.25)] * 2)
+    assert verdict(PARITY, wrong).why == "depends on a failed check"
+    found = verdict(PARITY, wrong, [by])
+    assert (found.status, found.why) == ("skipped", "differs")
+    assert found.reason == (
+        "the losses differ (step 1: 1.750000, but should be 1.500000, relative error 0.12); it is left to "
+        f"{by}, which does not fail this run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("id", "expected", "why"),
+    [
+        ("every_trainable_moves", (), "depends on a failed check"),
+        ("every_trainable_moves", (DTYPES,), "partly checked"),
+    ],
+)
+def test_tensors_of_an_expected_finding_are_left_out(id, expected, why):
+    found = verdict(id, ODD, expected)
+    assert (found.status, found.why, found.unjudged) == ("skipped", why, {DTYPES: (MIDDLE,)})
 
 
 @pytest.mark.parametrize("shares", [((3, 8), (1, 8)), ((8, 3), (8, 1))], ids=["labels", "shifted labels"])
@@ -118,19 +170,6 @@ def test_means_over_own_labels_are_named(shares):
     assert finding.cause.startswith(
         "each rank averages over its own labels, and the ranks have different numbers of labels"
     )
-
-
-def test_what_does_not_explain_a_failure():
-    wrong = change(healthy(), MIDDLE, dtype="bfloat16")
-    assert verdict("load_is_repeatable", undeclared(wrong, "repetition", **FAILED)).status == "error"
-    unsharded = place(healthy(), MIDDLE, {}, shape=(6, 4))
-    assert verdict("nothing_left_unsharded", unsharded).status == "failed"
-    assert verdict(PARITY, undeclared(unsharded, "training", **FAILED)).status == "error"
-    odd = change(healthy(), MIDDLE, [1], dtype="float16")
-    found = verdict(PARITY, undeclared(odd, "reference", "values", "training", **FAILED))
-    assert (found.status, found.reason, found.detail) == ("error", "rank 1: OutOfMemoryError", "...")
-    found = verdict(PARITY, undeclared(differ(healthy(), MIDDLE), "training", why="not declared"))
-    assert (found.status, found.reason) == ("skipped", "not declared")
 
 
 def test_slices_of_the_batch_are_averaged():

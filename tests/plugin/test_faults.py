@@ -112,6 +112,99 @@ def test_finds_nothing_of_it(fsdp):
 """
 
 
+EXPECTING = """
+import os
+import signal
+import time
+
+CHECKS = [
+    "names_match_reference", "dtypes_match_reference", "requires_grad_matches_reference", "loss_parity",
+    "dcp_round_trip",
+]
+
+
+def batch(step): return {"input": torch.ones(8, 4) + step}
+def loss(model, batch): return model(**batch).square().mean()
+
+
+def on_rank_1(act):
+    if torch.distributed.get_rank() == 1:
+        act()
+    torch.distributed.barrier()
+
+
+def odd():
+    # A finding of each of the three checks, which are expected to fail.
+    model = build()
+    model.bias.requires_grad_(False)
+    model.register_buffer("more", torch.ones(1))
+    model.register_buffer("other", torch.ones(1, dtype=torch.float64))
+    return model
+
+
+def reference():
+    model = build()
+    model.register_buffer("other", torch.ones(1))
+    return model
+
+
+def stepping(fsdp, act, model=None):
+    def train_step(model, optimizer, batch):
+        act()
+        return plain(model, optimizer, batch)
+    return saving(fsdp, model, train_step=train_step)
+
+
+def plain(model, optimizer, batch):
+    optimizer.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    optimizer.step()
+    return value
+
+
+def saving(fsdp, model=None, **declared):
+    model = model or odd()
+    fully_shard(model, mesh=fsdp.mesh)
+    return Subject(model, reference=reference, batch=batch, loss=loss, **declared)
+
+
+def fail(error): raise error
+"""
+CRASHES = {
+    "hang": ("stepping(fsdp, lambda: on_rank_1(lambda: time.sleep(1000)))", "rank 1 hung in "),
+    "kill": ("stepping(fsdp, lambda: on_rank_1(lambda: os.kill(os.getpid(), 9)))", "rank 1 was killed by SIGKILL"),
+    "exit": ("stepping(fsdp, lambda: os._exit(0))", "ranks 0, 1 exited with code 0"),
+    "attribute": ("stepping(fsdp, lambda: build().wieght)", "ranks 0, 1 raised AttributeError in Subject(train_step"),
+    "gradient": (
+        "stepping(fsdp, lambda: fail(RuntimeError('disk quota, upgrade required: no gradient')))",
+        "ranks 0, 1 raised RuntimeError in Subject(train_step",
+    ),
+    "save": (
+        "saving(fsdp, save=lambda *given: fail(KeyError('dtype')), resume=lambda *given: None)",
+        "ranks 0, 1 raised KeyError in Subject(save",
+    ),
+    "dtype": ("stepping(fsdp, lambda: None, odd().double())", "ranks 0, 1 raised RuntimeError in Subject(train_step"),
+}
+"""What a loader does -> the error that no check explains, because those that fail are expected to."""
+
+
+def test_an_expected_failure_excuses_no_crash(project: Project) -> None:
+    loader = """
+
+@fsdp_conformance(only=CHECKS, xfail=dict.fromkeys(CHECKS[:3], "known"), timeout=8)
+def test_{}(fsdp): return {}
+"""
+    project.loaders(EXPECTING + "".join(loader.format(name, text) for name, (text, _) in CRASHES.items()))
+    result = project.run("-v")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    found = outcomes(result)
+    for name, (_, summary) in CRASHES.items():
+        check = "dcp_round_trip" if name == "save" else "loss_parity"
+        assert found[f"test_{name}[{check}]"] in ("error", "same error"), name
+        assert story(result, f"test_{name}")[0].startswith(f"test_{name}: {summary}")
+
+
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A TMPDIR with a short name: the path of the fork server's socket in it must not be too long."""

@@ -104,6 +104,8 @@ class TestMethod:
         (pytest.mark.skipif(True), "skip"),  # invalid without a reason: an error when the item runs
         (pytest.mark.xfail, "xfail"),
         (pytest.mark.xfail(False, reason="no"), ""),
+        (pytest.mark.xfail(raises=(OSError, pytest.fail.Exception)), "xfail"),
+        (pytest.mark.xfail(raises=OSError), ""),
     ],
 )
 def test_what_a_mark_will_do_to_an_item(request: pytest.FixtureRequest, mark: pytest.MarkDecorator, found: str) -> None:

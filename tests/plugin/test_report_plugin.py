@@ -19,6 +19,7 @@ from tests.conftest import CHECK, Project, errors
 from tests.docs.report_schema import report_schema
 
 LOADERS = """
+    import os
     import pytest
 
     def left_out(fsdp):
@@ -439,6 +440,13 @@ def test_a_failing_teardown_hides_no_finding(project: Project) -> None:
 
 MARKED = [
     ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
+    ("xfail(strict=True)", "os._exit(0)", ("error", "ranks 0, 1 exited with code 0 before they answered")),
+    (
+        "xfail(raises=pytest.fail.Exception)",
+        "fsdp.barrier(); fsdp.rank and os.kill(os.getpid(), 9); fsdp.barrier()",
+        ("error", "rank 1 was killed by SIGKILL"),
+    ),
+    ("xfail(raises=OSError)", "return left_out(fsdp)", ("failed", "")),
     ("xfail(reason='later')", "return left_out(fsdp)", ("xfailed", "later")),
     ("xfail(reason='later', strict=True)", "return load(fsdp)", ("xpassed", "later")),
     ("usefixtures()", "pytest.skip('no such GPU')", ("by the test", "no such GPU")),
@@ -456,7 +464,8 @@ def test_marks_of_pytest_itself(project: Project) -> None:
         for number, (mark, outcome, _) in enumerate(MARKED)
     ]
     project.loaders(LOADERS.partition("    @fsdp_conformance")[0] + "".join(loaders))
-    project.run("--fsdp-report=out")
+    result = project.run("--fsdp-report=out")
+    result.assert_outcomes(errors=3, failed=2, xfailed=1, skipped=1)
     found = written(project).loaders
     for loader, (_, _, status) in zip(found, MARKED, strict=True):
         assert offered(loader) == {"no_uninitialized_memory": status}

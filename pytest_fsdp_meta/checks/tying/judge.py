@@ -41,7 +41,8 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
         apart = tuple(rank.rank for rank in view.evidence.inventory if _apart(rank, group))
         if apart:
             others = ", ".join(group[1:])
-            yield Finding(group[0], apart, f"does not share storage with {others}", _tied_to(group))
+            actual = f"does not share storage with {others}"
+            yield Finding(group[0], apart, actual, _tied_to(group), condemns=group)
 
 
 @tying_check(

@@ -442,17 +442,13 @@ def _require_no_other_cause(view: View, what: str, message: str) -> None:
         raise Unjudgeable(message)
     pairs = list(zip(before, after, strict=True))
     if "dcp_round_trip" in view.selection and any(_differ(*pair) for pair in pairs):
-        raise Blocked(
-            f"the {what} differ ({message}), and so does the loaded model, which may explain it; see dcp_round_trip"
-        )
+        raise Blocked(f"the {what} differ ({message}), and so does the loaded model", ["dcp_round_trip"])
     optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
     if "optimizer_state_round_trip" in view.selection and optimizer_differs:
-        raise Blocked(
-            f"the {what} differ ({message}), and so does the loaded optimizer, which may explain it; see "
-            "optimizer_state_round_trip"
-        )
+        by = ["optimizer_state_round_trip"]
+        raise Blocked(f"the {what} differ ({message}), and so does the loaded optimizer", by)
     if view.failed:
-        raise Blocked(f"the {what} differ ({message}), {view.attribute_to(view.failed)}")
+        raise Blocked(f"the {what} differ ({message})", view.failed)
 
 
 def _differ(before: RankResumed, after: RankResumed) -> bool:

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
+from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of, is_named
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
 SOUND = (
@@ -27,7 +27,6 @@ SOUND = (
 )
 """Checks whose failure can make saving, loading or training raise or give arbitrary results."""
 EQUAL = (*SOUND, "params_equal_reference", "buffers_equal_reference")
-EXPLAINING_A_LOAD_ERROR = (*SOUND, "state_dict_names_clean", "dcp_round_trip")
 ROUNDING = 1e-2
 """Relative: error allowed to a loader that casts, against a reference that does not."""
 
@@ -264,7 +263,10 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     "the optimizer, if it has one",
     needs=["inventory", "reference", "values", "resharded"],
     uses=["saved", "restored", "continued", "resumed"],
-    after=[*EQUAL, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable", "dcp_round_trip"],
+    after=[
+        *(*EQUAL, "tied_weights_share_storage", "frozen_weights_stay_frozen", "state_dict_names_clean"),
+        *("requires_grad_matches_reference", "load_is_repeatable", "dcp_round_trip"),
+    ],
     why="The next run may have more or fewer ranks, and it continues with whatever values it reads.",
     cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",
     remedy="save DTensors with torch.distributed.checkpoint, which records the place of each shard",
@@ -277,10 +279,10 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     if resharded.refused:
         what = "the optimizer" if resharded.optimizer_refused else "the checkpoint"
         message = f"loading {what} in a world of {size} raises {resharded.refused}"
-        if explaining := [check_id for check_id in view.failed if check_id in EXPLAINING_A_LOAD_ERROR]:
-            raise Blocked(f"{message}; the findings of {', '.join(explaining)} may explain it")
-        if frozen := _frozen_in_this_world(view, resharded.refused):
-            raise Blocked(f"{message}: {frozen} is frozen in this world, as requires_grad_matches_reference reports")
+        tensors = (tensor.name for rank in view.evidence.inventory for tensor in rank.tensors)
+        by = (view.explained_by(name) for name in tensors if is_named(name, resharded.refused))
+        if explaining := dict.fromkeys(id for id in by if id and id not in view.selection.xfailing):
+            raise Blocked(message, explaining)
         absent = size > view.evidence.world.size and any(text in resharded.refused for text in NOT_THERE)
         yield Finding(None, resharded.ranks, message, "", **(_OF_EACH_RANK if absent else {}))
         return
@@ -303,18 +305,6 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         yield from _left_by_the_larger_world(view, resharded.saved_over, where, right)
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
-
-
-def _frozen_in_this_world(view: View, refused: str) -> str:
-    """Return the parameter that a refusal names because it has no optimizer state here, if another check reports that.
-
-    It is frozen in this world, and trained in the reference.
-    """
-    if "requires_grad_matches_reference" not in view.selection:
-        return ""
-    trained = {t.name for t in view.reference_inventory.tensors if t.requires_grad}
-    frozen = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.requires_grad}
-    return next((name for name in sorted(trained & frozen) if f"'{name}'" in refused), "")
 
 
 def _is_in_blocks(view: View, name: str) -> bool:

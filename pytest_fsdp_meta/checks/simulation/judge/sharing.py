@@ -266,7 +266,7 @@ def simulated_sizes(view: View) -> tuple[SimulatedSize, ...]:
     if not view.evidence.world.simulated:
         raise NotJudged(NOT_SIMULATED)
     if by := [id for id in EXPLAINING if id in view.failed]:
-        raise Blocked(f"what a rank holds and sends depends on {by[0]}, which failed")
+        raise Blocked("what a rank holds and sends is not judged", by)
     return tuple(size for size in view.evidence.simulation or () if not size.problem)
 
 

@@ -86,7 +86,7 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     found = list(_wrong_gradients(view, runs, recorded, "short", _SHORT, _NEVER_LAST, _FULL_SIZE))
     _require_same_forwards(view, found)
     if found and view.failed:
-        raise Blocked(f"a step with half of the rows differs, {view.attribute_to(view.failed)}")
+        raise Blocked("a step with half of the rows differs", view.failed)
     yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
 
 

@@ -177,8 +177,8 @@ def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[s
     off = [c.name for rank, run in enumerate(runs) for c in run.parameters if limits.exceeded(rank, c)]
     if wrong and off:
         raise Blocked(
-            f"{next(iter(wrong))} is right after the first step; later steps depend on parameters that differ, such "
-            f"as {off[0]} (see update_parity)"
+            f"{next(iter(wrong))} is right after the first step and differs later, as do parameters such as {off[0]}",
+            ["update_parity"],
         )
 
 

@@ -52,7 +52,7 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
             return
         if made and step:
             if view.failed:
-                raise Blocked(f"a step is made in which a rank has NaN, {view.attribute_to(view.failed)}")
+                raise Blocked("a step is made in which a rank has NaN", view.failed)
             actual = "the step is made, although it is skipped where rank 0 has NaN"
             yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
     kept = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.kept)

@@ -59,7 +59,7 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         message = "the first step moved the parameters differently from the reference"
         require_same_forward(view, runs)
         require_no_other_cause(view, message)
-        raise Blocked(f"{message} (see update_parity)")
+        raise Blocked(message, ["update_parity"])
     found: Sequence[Finding] = list(_wrong_gradients(view, runs, seconds))
     compared = (c for one in seconds for c in one.gradients)
     found = unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
