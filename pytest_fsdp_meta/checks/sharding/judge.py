@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from pytest_fsdp_meta.checks.materialisation.judge import MANAGED
@@ -294,7 +294,8 @@ def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Sequence[Held]]], re
     if 0 in shape or not held:
         return None
     apart = [(rank, regions) for rank, own in held for regions in own]
-    cuts = [sorted({0, size, *_edges(regions[dim] for _, regions in apart)}) for dim, size in enumerate(shape)]
+    runs = [[run for _, regions in apart for run in regions[dim]] for dim in range(len(shape))]
+    cuts = [sorted({0, size, *chain.from_iterable(own)}) for size, own in zip(shape, runs, strict=True)]
     holders = _holders(cuts, apart)
     cells = list(product(*(range(len(edges) - 1) for edges in cuts)))
     often = [cell for cell in cells if len(holders.get(cell, ())) > replicas]
@@ -311,10 +312,6 @@ def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Sequence[Held]]], re
         parts.append(f"{few} {_box(cuts, seldom)}")
     once = "exactly once" if replicas == 1 else f"exactly once in each of {replicas} replicas"
     return ranks, " and ".join(parts), f"shards that cover {shape} {once}"
-
-
-def _edges(runs: Iterable[Region]) -> Iterator[int]:
-    return (edge for region in runs for run in region for edge in run)
 
 
 def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tuple[int, ...], list[int]]:
