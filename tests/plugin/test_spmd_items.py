@@ -333,8 +333,7 @@ def change():
     sys.path.insert(0, "/nowhere")
     sys.stdout = open(os.devnull, "w")
     warnings.simplefilter("default")
-    hear()
-    warnings.simplefilter("ignore")
+    hear()  # which this filter shows once
     signal.alarm(1)
     torch.autograd.set_detect_anomaly(True)
     torch.set_num_threads(3)
