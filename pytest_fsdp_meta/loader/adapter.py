@@ -13,7 +13,7 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
-from pytest_fsdp_meta.evidence import MeshFacts, Region
+from pytest_fsdp_meta.checks.structure.facts import MeshFacts, Region, join_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +98,7 @@ class Part:
                 f"ranges={list(runs)} of dim {dim} make a block of {implied}, but the local tensor has {own}"
             )
         regions: list[Region] = [((0, size),) if size else () for size in shape]
-        regions[dim] = tuple((start, stop) for start, stop in runs if stop > start)
+        regions[dim] = join_runs((start, stop) for start, stop in runs if stop > start)
         return cls(local, shape, tuple(regions), by=by)
 
     @classmethod

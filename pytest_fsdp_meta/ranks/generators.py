@@ -47,13 +47,6 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def drew_since(before: AllStates, device: torch.device) -> bool:
-    """Return whether any generator has another state."""
-    now = read_all(device)
-    texts = [repr(state) for state in (before.python, now.python, before.numpy, now.numpy)]
-    return bool(changed_generators(before.torch, now.torch)) or texts[0] != texts[1] or texts[2] != texts[3]
-
-
 def read_states(device: torch.device) -> States:
     """Return the states of the rank's default generators."""
     return {kind: _module(kind).get_rng_state(*_index(device, kind)) for kind in dict.fromkeys(("cpu", device.type))}

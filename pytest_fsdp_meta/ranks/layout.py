@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_fsdp_meta.evidence import Region
+from pytest_fsdp_meta.checks.structure.facts import Region, join_runs
 
 
 def regions(
@@ -27,7 +27,7 @@ def regions(
     for mesh_dim, dim, factor in _cuts(shards, mesh_shape):
         pieces = [_chunk(held[dim], factor, number) for number in range(factor)]
         own = [_chunk(piece, mesh_shape[mesh_dim], coordinate[mesh_dim]) for piece in pieces]
-        held[dim] = _join([run for runs in own for run in runs])
+        held[dim] = join_runs([run for runs in own for run in runs])
     return tuple(held)
 
 
@@ -68,13 +68,3 @@ def slice_runs(runs: Region, first: int, last: int) -> Region:
             taken.append((start + low - position, start + high - position))
         position += stop - start
     return tuple(taken)
-
-
-def _join(runs: Sequence[tuple[int, int]]) -> Region:
-    joined: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)

@@ -11,11 +11,10 @@ import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_meta.evidence import Region
+from pytest_fsdp_meta.checks.structure.facts import Region, boxes
 from pytest_fsdp_meta.worlds.rank import shapes
 
 if TYPE_CHECKING:
@@ -265,25 +264,6 @@ def select(source: Any, regions: Sequence[Region], chosen: Sequence[tuple[int, i
         return source[tuple(slice(start, stop) for start, stop in chosen)]
     parts = [select(source, regions, [*chosen, run]) for run in regions[dim] or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
-    """Return the blocks, in order, that make up elements ``first`` to ``last`` of a tensor laid out as one row.
-
-    A block is one run of indices per dim. There are at most two blocks for every dim but the last.
-    """
-    if first >= last:
-        return []
-    if len(shape) < 2:
-        return [((first, last),) if shape else ()]
-    row = prod(shape[1:])
-    top, bottom = -(-first // row), last // row
-    if top > bottom:  # within one row
-        return [((bottom, bottom + 1), *box) for box in boxes(shape[1:], first - bottom * row, last - bottom * row)]
-    head = [((top - 1, top), *box) for box in boxes(shape[1:], first - (top - 1) * row, row)] if first % row else []
-    body = [((top, bottom), *((0, size) for size in shape[1:]))] if top < bottom else []
-    tail = [((bottom, bottom + 1), *box) for box in boxes(shape[1:], 0, last - bottom * row)]
-    return [*head, *body, *tail]
 
 
 def global_index(held: Sequence[Region], local: Sequence[int]) -> tuple[int, ...]:

@@ -277,10 +277,10 @@ def test_a_kept_world_has_the_environment_of_a_fresh_one(project: Project, monke
     result = run(
         project,
         """
-import signal, subprocess, sys, time, warnings
+import signal, subprocess, sys, time, warnings, weakref
 from pytest_fsdp_meta.worlds.system import processes
 
-PIDS = set()
+PIDS, MODELS = set(), []
 
 @pytest.fixture
 def away(tmp_path, monkeypatch):
@@ -315,6 +315,12 @@ class TestBegunElsewhere:
         with pytest.warns(UserWarning, match="heard"):
             fsdp_world.run(unchanged)
 
+    def test_model(self, fsdp_world): fsdp_world.run(build)
+
+    def test_skips(self, fsdp_world): fsdp_world.run(build, "no GPU")
+
+    def test_after_models(self, fsdp_world): assert fsdp_world.run(models) == [[None, None]]
+
     def test_inference(self, fsdp_world): fsdp_world.run(lambda: torch.inference_mode().__enter__() and None)
 
     def test_after_inference(self, fsdp_world): assert fsdp_world.run(torch.is_inference_mode_enabled) == [False]
@@ -326,13 +332,24 @@ class TestBegunElsewhere:
 def change():
     sys.path.insert(0, "/nowhere")
     sys.stdout = open(os.devnull, "w")
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("default")
+    hear()  # which this filter shows once
     signal.alarm(1)
     torch.autograd.set_detect_anomaly(True)
     torch.set_num_threads(3)
 
+def hear(): warnings.warn("heard")
+
+def build(reason=""):
+    model = torch.nn.Linear(1, 1)
+    model.cycle = [model]
+    MODELS.append(weakref.ref(model))
+    if reason: pytest.skip(reason)
+
+def models(): return [model() for model in MODELS]
+
 def unchanged():
-    warnings.warn("heard")
+    hear()
     time.sleep(1.2)
     assert "/nowhere" not in sys.path
     assert sys.stdout.fileno() == 1
@@ -344,7 +361,7 @@ def programs(): return processes.children(os.getpid())
 """,
         "-p", "no:randomly", "-o", "tmp_path_retention_policy=none",
     )  # fmt: skip
-    result.assert_outcomes(passed=11)
+    result.assert_outcomes(passed=13, skipped=1, warnings=1)
 
 
 def test_unpaired_collectives_in_a_kept_world(project: Project) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
+from pytest_fsdp_meta.catalogue import Selection, judge
+from pytest_fsdp_meta.checks.structure.facts import boxes
 from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, micro_batches
 from pytest_fsdp_meta.checks.values.observe import compare
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
@@ -24,9 +26,9 @@ from pytest_fsdp_meta.ranks import modes
 from pytest_fsdp_meta.ranks.adapters.dtensor import mesh_facts
 from pytest_fsdp_meta.ranks.adapters.lookup import Parts, parts_of, remember
 from pytest_fsdp_meta.ranks.inventory import tensor_facts
-from pytest_fsdp_meta.ranks.reference_record import Record, boxes, write_record
+from pytest_fsdp_meta.ranks.reference_record import Record, write_record
 from pytest_fsdp_meta.worlds import CallFailed, current
-from tests.checks.evidence_factory import MIDDLE, change, healthy, verdict
+from tests.checks.evidence_factory import CATALOGUE, MIDDLE, change, differ, drew, healthy, verdict
 from tests.world_help import world_of
 
 SHAPES = [(), (1,), (7,), (2, 3), (3, 1), (1, 5), (2, 3, 4), (3, 2, 1, 2), (2, 0, 3)]
@@ -95,6 +97,7 @@ def test_a_part_is_compared_with_the_same_elements(reference, part, expected):
 
 def test_the_regions_of_blocks():
     assert Part.blocks(WHOLE[[0, 2]], (4, 3), TWO_ROWS).regions == (((0, 1), (2, 3)), ((0, 3),))
+    assert Part.blocks(WHOLE[1:], (4, 3), [(1, 2), (2, 4)]).regions == Part.block(WHOLE[1:], (4, 3), (1, 0)).regions
 
 
 @pytest.mark.parametrize(
@@ -381,6 +384,81 @@ def test_runs_with_gaps_or_overlaps_are_found(held, expected):
     assert [(f.tensor, f.ranks, f.actual, f.expected) for f in findings] == [
         (MIDDLE, *expected, "shards that cover (24,) exactly once")
     ]
+
+
+def in_rows(*held: tuple[str, int, int]):
+    """Return evidence in which each rank holds these rows of the middle weight, described as a block or as a run.
+
+    A "plain" tensor is one for which the adapter returns None.
+    """
+    evidence = in_runs(*((4 * first, 4 * last) for _, first, last in held))
+    for rank, (form, first, last) in enumerate(held):
+        if form != "run":
+            rows = ((first, last),) if first < last else ()
+            facts = {"regions": (rows, ((0, 4),)), "sharded_by": "hand" if form == "block" else "", "flat": False}
+            evidence = change(evidence, MIDDLE, [rank], local_shape=(last - first, 4), **facts)
+    return evidence
+
+
+MIXED = [("block", 0, 4), ("run", 4, 6)]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        MIXED,
+        MIXED[::-1],
+        [("block", 0, 6), ("run", 0, 0)],
+        [("plain", 0, 6), ("run", 0, 0)],
+        [("run", 0, 0), ("plain", 0, 6)],
+        [("block", 0, 3), ("block", 3, 6), ("run", 0, 3), ("run", 3, 6)],
+    ],
+    ids=str,
+)
+def test_blocks_on_some_ranks_and_runs_on_others_cover_a_parameter(held):
+    assert [verdict(id, in_rows(*held)).findings for id in SHARDING] == [()] * len(SHARDING)
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([("block", 0, 4), ("run", 5, 6)], ((0, 1), "no rank holds [4:5, 0:4]")),
+        ([("run", 0, 5), ("block", 4, 6)], ((0, 1), "2 ranks hold [4:5, 0:4]")),
+        ([("block", 0, 4), ("run", 0, 0)], ((0, 1), "no rank holds [4:6, 0:4]")),
+        ([("plain", 0, 6), ("run", 2, 4)], ((0, 1), "2 ranks hold [2:4, 0:4]")),
+    ],
+    ids=str,
+)
+def test_blocks_and_runs_with_gaps_or_overlaps_are_found(held, expected):
+    found = verdict("shards_tile_the_tensor", in_rows(*held)).findings
+    assert [(f.ranks, f.actual, f.expected) for f in found] == [(*expected, "shards that cover (6, 4) exactly once")]
+    assert found[0].remedy.endswith("describe the same part in Subject(adapter=...)")
+
+
+def test_a_block_and_a_run_of_the_same_elements_are_replicas():
+    evidence = in_rows(*[(form, *rows) for form in ("block", "run") for rows in ((0, 3), (3, 6))])
+    apart = differ(change(evidence, MIDDLE, [3], digest="other bits"), MIDDLE, [3])
+    assert verdict("replicas_equal", evidence).status == "passed"
+    assert [f.ranks for f in verdict("replicas_equal", apart).findings] == [(3,)]
+    drawn = drew(evidence, MIDDLE)  # each part is drawn once, whatever form it is described in
+    assert verdict("drawn_weights_are_one_draw", drawn).findings == ()
+
+
+@pytest.mark.parametrize("id", CATALOGUE.ids())
+def test_each_check_judges_mixed_forms_as_it_judges_one_form(id):
+    """Also if it is the only one selected."""
+    blocks = in_rows(*(("block", first, last) for _, first, last in MIXED))
+    twice = (replace(one, repetition=one.inventory) for one in (blocks, in_rows(*MIXED)))
+    alone = Selection(frozenset({id}))
+    expected, found = (judge(CATALOGUE[id], one, CATALOGUE, alone) for one in twice)
+    assert (found.status, found.findings) == (expected.status, expected.findings)
+
+
+def test_shapes_with_other_dims_are_told_by_the_tiling_itself_if_it_is_selected_alone():
+    evidence = change(in_rows(*MIXED), MIDDLE, [1], shape=(24,), flat=False, regions=(((16, 24),),))
+    alone = Selection(frozenset({"shards_tile_the_tensor"}))
+    [found] = judge(CATALOGUE["shards_tile_the_tensor"], evidence, CATALOGUE, alone).findings
+    assert (found.ranks, found.actual, found.expected) == ((1,), "shape (24,)", "(6, 4), as on the other ranks")
 
 
 def test_a_tensor_that_an_adapter_keeps_whole_is_unsharded():

@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldSpec, current
+from pytest_fsdp_meta.worlds.local.member import LocalMember
 from tests.world_help import (
     assert_gone,
     ended_at_last,
@@ -240,3 +243,34 @@ def test_a_parent_whose_threads_end_one_by_one_leaves_nothing(tmp_path: Path) ->
     with ended_at_last(run_script(IMPORTING + DIE_BY_THREADS, tmp_path, **environ)) as process:
         assert process.wait(120) == -signal.SIGKILL
     assert_nothing_left(word, tmp_path)
+
+
+def member_of(process: subprocess.Popen[bytes]) -> Any:
+    """Return a member whose rank is this process."""
+    member: Any = LocalMember
+    return member(0, SimpleNamespace(pid=process.pid, exitcode=0), pipe=None, output=None, stacks=None)
+
+
+def test_what_a_rank_has_left_in_its_group_ends_with_it() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!"], stdout=-1, start_new_session=True) as process:
+        member = member_of(process)
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.wait()
+        member.kill()
+    assert_gone([child])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not say when a process was started")
+def test_a_process_that_was_given_the_number_of_a_rank_is_left_alone() -> None:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
+        member = member_of(process)
+        process.kill()
+    time.sleep(0.05)  # the system counts start times in hundredths
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as other:
+        member.process.pid = other.pid
+        member.kill()
+        time.sleep(0.1)
+        alive = is_running(other.pid)
+        other.kill()
+    assert alive

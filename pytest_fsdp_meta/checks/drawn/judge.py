@@ -76,7 +76,7 @@ def _parts(view: View, name: str) -> list[Drawn]:
     """Return the parts of a tensor that ranks hold, each once."""
     draws = {rank: d for rank, one in enumerate(view.evidence.draws or ()) for d in one.draws if d.name == name}
     facts = dict(view.holders(name))
-    places = ranks_by((rank, facts[rank].regions) for rank in sorted(draws) if rank in facts)
+    places = ranks_by((rank, facts[rank].held) for rank in sorted(draws) if rank in facts)
     return [Drawn(ranks, facts[ranks[0]], draws[ranks[0]]) for ranks in places.values()]
 
 

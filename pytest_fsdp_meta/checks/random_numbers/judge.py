@@ -167,7 +167,7 @@ def _diverged_replicas(view: View, steps: Sequence[RankTrainingMode]) -> Iterato
     """
     after = [{} if step.after is None else step.after.by_name for step in steps]
     for name, tensors in view.tensors("parameter", only=set().union(*after)):
-        replicas = ranks_by((rank, tensor.regions) for rank, tensor in tensors if tensor.numel and name in after[rank])
+        replicas = ranks_by((rank, tensor.held) for rank, tensor in tensors if tensor.numel and name in after[rank])
         apart = [r for ranks in replicas.values() if len({after[r][name].digest for r in ranks}) > 1 for r in ranks]
         if apart:
             actual = "replicas differ after a step from the random state that the loader left"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from pytest_fsdp_meta.checks.materialisation.judge import MANAGED
@@ -175,9 +175,9 @@ _BRANCHES = (
 
 
 Held = tuple[Region, ...]
-"""The regions that one rank holds, dim by dim."""
-Pattern = tuple[tuple[int, ...], tuple[tuple[int, Held], ...], int]
-"""The shape, the part that each rank holds, and how many ranks should hold each element."""
+"""The regions of one part that a rank holds, dim by dim."""
+Pattern = tuple[tuple[int, ...], tuple[tuple[int, tuple[Held, ...]], ...], int]
+"""The shape, the parts that each rank holds, and how many ranks should hold each element."""
 Facts = list[tuple[int, TensorFacts]]
 Flaw = tuple[tuple[int, ...], str, str]
 """Ranks, actual and expected of a finding."""
@@ -206,12 +206,13 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
     by_hand, own_mesh = list[str](), list[str]()
     orders = possible_orders(world.mesh, view.evidence.inventory) if world.simulated else []
     for name, facts in view.tensors("parameter", "buffer"):
-        sizes = [(rank, _compare_local_shape(tensor)) for rank, tensor in facts]
+        shape = majority((rank, tensor.shape) for rank, tensor in facts)
+        sizes = [(rank, _compare_sizes(tensor, shape)) for rank, tensor in facts]
         if any(mismatch for _, mismatch in sizes):
             yield from view.findings_for(name, sizes)
             continue
         if world.simulated:
-            by_hand += [name] * any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
+            by_hand += [name] * _is_by_hand(facts)
             crowded = [*_crowded(name, facts, world)]
             # Where some ranks are numbered regularly, all are, and the chunks of DTensor's placements tile.
             own_mesh += [name] * (not crowded and order_of(facts, orders) is None)
@@ -222,8 +223,7 @@ def shards_tile_the_tensor(view: View) -> Iterable[Finding]:
             known[pattern] = _flaw(*pattern)
         flaw = known[pattern]
         if flaw is not None:
-            described = facts[0][1].sharded_by and facts[0][1].placements is None
-            yield Finding(name, *flaw, **(_BY_HAND if described else {}))
+            yield Finding(name, *flaw, **(_BY_HAND if _is_by_hand(facts) else {}))
     if by_hand:
         raise PartlyJudged(f"the parts of {first_of(by_hand)} have no placements, so those of other ranks are unknown")
     if own_mesh:
@@ -246,7 +246,14 @@ def _outside(tensor: TensorFacts) -> bool:
     return tensor.mesh is not None and tensor.mesh.coordinate is None
 
 
-def _compare_local_shape(tensor: TensorFacts) -> Mismatch | None:
+def _is_by_hand(facts: Facts) -> bool:
+    """Return whether an adapter describes the part of a rank, without placements; None on others means a whole."""
+    return any(tensor.placements is None and tensor.sharded_by for _, tensor in facts)
+
+
+def _compare_sizes(tensor: TensorFacts, shape: tuple[int, ...]) -> Mismatch | None:
+    if tensor.shape != shape:
+        return Mismatch(f"shape {tensor.shape}", f"{shape}, as on the other ranks")
     implied = tuple(sum(stop - start for start, stop in runs) for runs in tensor.regions)
     if (
         tensor.local_shape == implied or _outside(tensor) or 0 in tensor.shape
@@ -267,23 +274,29 @@ _CUT: Explanation = {
 
 
 def _pattern(facts: list[tuple[int, TensorFacts]]) -> Pattern:
-    held = tuple((rank, tensor.regions) for rank, tensor in facts if not _outside(tensor))
-    first = next((tensor for _, tensor in facts if not _outside(tensor)), facts[0][1])
-    if first.placements is None and first.sharded_by:
+    inside = [(rank, tensor) for rank, tensor in facts if not _outside(tensor)]
+    first = (inside or facts)[0][1]
+    # Runs of the flattened tensor on some ranks only are compared with the blocks of others as blocks.
+    flat = all(tensor.flat for _, tensor in inside)
+    extent = first.extent if flat else first.shape
+    held = tuple((rank, (tensor.regions,) if flat else tensor.held) for rank, tensor in inside)
+    if _is_by_hand(inside):
         # Without placements, the number of replicas follows from the number of elements on all ranks.
-        copies = round(sum(tensor.numel for _, tensor in facts) / max(1, prod(first.shape)))
-        return first.extent, held, max(1, copies)
+        copies = round(sum(tensor.numel for _, tensor in inside) / max(1, prod(first.shape)))
+        return extent, held, max(1, copies)
     sizes = zip(first.placements or (), first.mesh.shape if first.mesh else (), strict=True)
     shards = prod(size for placement, size in sizes if sharded_dim(placement) is not None)
     # Each of several meshes may span a part of the ranks; each then holds the tensor once.
-    return first.extent, held, max(1, len(held) // shards)
+    return extent, held, max(1, len(held) // shards)
 
 
-def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Held]], replicas: int) -> Flaw | None:
+def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Sequence[Held]]], replicas: int) -> Flaw | None:
     if 0 in shape or not held:
         return None
-    cuts = [sorted({0, size, *_edges(regions[dim] for _, regions in held)}) for dim, size in enumerate(shape)]
-    holders = _holders(cuts, held)
+    apart = [(rank, regions) for rank, own in held for regions in own]
+    runs = [[run for _, regions in apart for run in regions[dim]] for dim in range(len(shape))]
+    cuts = [sorted({0, size, *chain.from_iterable(own)}) for size, own in zip(shape, runs, strict=True)]
+    holders = _holders(cuts, apart)
     cells = list(product(*(range(len(edges) - 1) for edges in cuts)))
     often = [cell for cell in cells if len(holders.get(cell, ())) > replicas]
     seldom = [cell for cell in cells if len(holders.get(cell, ())) < replicas]
@@ -299,10 +312,6 @@ def _flaw(shape: tuple[int, ...], held: Sequence[tuple[int, Held]], replicas: in
         parts.append(f"{few} {_box(cuts, seldom)}")
     once = "exactly once" if replicas == 1 else f"exactly once in each of {replicas} replicas"
     return ranks, " and ".join(parts), f"shards that cover {shape} {once}"
-
-
-def _edges(runs: Iterable[Region]) -> Iterator[int]:
-    return (edge for region in runs for run in region for edge in run)
 
 
 def _holders(cuts: list[list[int]], held: Sequence[tuple[int, Held]]) -> dict[tuple[int, ...], list[int]]:

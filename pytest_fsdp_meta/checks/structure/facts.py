@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -112,6 +112,43 @@ class TensorFacts:
     def whole(self) -> bool:
         """Whether this rank holds all elements of the tensor."""
         return _covers(self.regions, self.extent)
+
+    @property
+    def held(self) -> tuple[tuple[Region, ...], ...]:
+        """The elements that this rank holds, as regions of ``shape``: equal for a block and a run of the same ones."""
+        if not self.flat:
+            return (self.regions,)
+        return tuple(tuple((span,) for span in box) for run in self.regions[0] for box in boxes(self.shape, *run))
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> list[Region]:
+    """Return the blocks, in order, that make up elements ``first`` to ``last`` of a tensor laid out as one row.
+
+    A block is one run of indices per dim. There are at most two blocks for every dim but the last.
+    """
+    if first >= last:
+        return []
+    if len(shape) < 2:
+        return [((first, last),) if shape else ()]
+    row = prod(shape[1:])
+    top, bottom = -(-first // row), last // row
+    if top > bottom:  # within one row
+        return [((bottom, bottom + 1), *box) for box in boxes(shape[1:], first - bottom * row, last - bottom * row)]
+    head = [((top - 1, top), *box) for box in boxes(shape[1:], first - (top - 1) * row, row)] if first % row else []
+    body = [((top, bottom), *((0, size) for size in shape[1:]))] if top < bottom else []
+    tail = [((bottom, bottom + 1), *box) for box in boxes(shape[1:], 0, last - bottom * row)]
+    return [*head, *body, *tail]
+
+
+def join_runs(runs: Iterable[tuple[int, int]]) -> Region:
+    """Return the runs with neighbours joined: ((0, 2), (2, 4)) is ((0, 4),)."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _covers(regions: tuple[Region, ...], extent: tuple[int, ...]) -> bool:

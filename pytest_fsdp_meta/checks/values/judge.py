@@ -81,7 +81,7 @@ def replica_sets(view: View, facts: Replicas, coordinates: Mapping[int, Mapping[
     unsharded = reference.inventory.by_name.get(facts[0][1].name) if reference is not None else None
     by_rank = dict(facts)
     held = (
-        (rank, (tensor.regions, tensor.local_shape, tensor.dtype, _model_part(tensor, unsharded, coordinates[rank])))
+        (rank, (tensor.held, tensor.numel, tensor.dtype, _model_part(tensor, unsharded, coordinates[rank])))
         for rank, tensor in facts
         if tensor.digest is not None and tensor.numel and not _part_of_sum(tensor)
     )

@@ -209,7 +209,8 @@ def count_gpus(launch_process: Callable[..., BaseProcess]) -> int:
             _, summary = describe_exit(process.exitcode)
             raise ValueError(f"counting the GPUs failed: its process {summary}; {ASK_TORCH}") from None
         finally:
-            process.kill()
+            if process.exitcode is None:  # else its number may be another process's by now
+                process.kill()
             process.join()
 
 

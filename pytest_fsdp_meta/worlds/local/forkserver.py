@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -17,16 +16,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.preload import IMPORTING, REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
+from pytest_fsdp_meta.worlds.system.multiprocessing_private import ForkServer
 
 MAIN = "pytest_fsdp_meta.worlds.local.forkserver_main"
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
@@ -68,7 +67,7 @@ class Server:
         """Whether it waits for ``give``."""
         if early is None:
             self.give(modules, sources, worlds)
-        self._server: Any = forkserver.ForkServer()
+        self._server = ForkServer()
         self._server.set_forkserver_preload([MAIN])
         environ = {REQUEST: str(self._folder)}
         if sysconfig.get_path("purelib") != PACKAGE_PATH:
@@ -130,11 +129,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        pid = self._server._forkserver_pid
-        if pid is not None and os.waitpid(pid, os.WNOHANG)[0]:
-            os.close(self._server._forkserver_alive_fd)
-            self._server._forkserver_pid = None
-        return self._server._forkserver_pid is not None
+        return self._server.pid is not None
 
     def ends(self, seconds: float) -> bool:
         """Return whether the server ends within this time: its descriptors are closed a moment before it does."""
@@ -145,28 +140,19 @@ class Server:
 
     def end_strays(self, ranks: Callable[[], Collection[int]]) -> None:
         """End the processes that ranks left behind when they ended, also in other process groups and sessions."""
-        pid = self._server._forkserver_pid
+        pid = self._server.pid
         if pid is not None:
             processes.end_children(pid, spare=lambda: self._spared.union(ranks()))
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """Let multiprocessing fork from this server instead of its global one."""
-        before = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = self._server.connect_to_new_process
-        try:
-            yield
-        finally:
-            forkserver.connect_to_new_process = before
+        return self._server.serving()
 
 
-def _end(server: Any, folder: Path, owner: int) -> None:
+def _end(server: ForkServer, folder: Path, owner: int) -> None:
     if os.getpid() != owner:
         return  # this process was forked from the owner
-    with suppress(OSError):
-        if server._forkserver_pid is not None:
-            os.kill(server._forkserver_pid, signal.SIGKILL)  # without waiting for the imports to finish
-        server._stop()
+    server.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 

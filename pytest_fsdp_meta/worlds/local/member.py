@@ -41,6 +41,9 @@ class LocalMember:
     """How many processes the system had killed for lack of memory when this rank was started."""
     _next_check: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._started = processes.started(self.process.pid)
+
     @property
     def pid(self) -> int | None:
         return self.process.pid
@@ -82,7 +85,7 @@ class LocalMember:
 
     @property
     def is_stopped(self) -> bool:
-        return self._state() in ("T", "t")
+        return processes.stat(self.pid)[:1] in (["T"], ["t"])
 
     def ending(self) -> RankFailure:
         when = time.monotonic()
@@ -100,6 +103,8 @@ class LocalMember:
         """Kill the rank and what it has started: it leads a process group, which may outlive it."""
         pid = self.process.pid
         assert pid is not None
+        if processes.started(pid) not in ([], self._started):
+            return  # the rank and its group have ended, and another process was given the number
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         if not self.has_ended:  # it may not have become the leader of a group yet
@@ -135,20 +140,9 @@ class LocalMember:
                 break
             before = size
             time.sleep(0.05)
-        return tracebacks.user_stack(OutputTail.read(self.stacks).since()) or f"  (it did not react{self._condition()})"
-
-    def _condition(self) -> str:
-        """Return why the process does not react, if the system knows."""
-        return {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}.get(
-            self._state(), ""
-        )
-
-    def _state(self) -> str:
-        """Return the letter for the state of the process; "" where the system does not say."""
-        try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
+        known = {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}
+        why = known.get("".join(processes.stat(self.pid)[:1]), "")
+        return tracebacks.user_stack(OutputTail.read(self.stacks).since()) or f"  (it did not react{why})"
 
 
 def _size(path: Path) -> int:

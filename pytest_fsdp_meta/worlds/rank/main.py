@@ -10,12 +10,11 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system import output, processes, temp_folders
 from pytest_fsdp_meta.worlds.system.messages import DOING
+from pytest_fsdp_meta.worlds.system.multiprocessing_private import leave_server_alone
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
 _CURRENT: Rank | None = None
@@ -144,7 +144,7 @@ def _isolate(dies_with_parent: bool) -> None:
         processes.die_with_parent()
     # Otherwise what children of this rank leave behind goes to the fork server, which ends it as a dead rank's.
     processes.adopt_orphans()
-    _leave_server_alone()
+    leave_server_alone()
 
 
 def _redirect(task: Assignment) -> None:
@@ -152,17 +152,6 @@ def _redirect(task: Assignment) -> None:
     output.redirect(task.output)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
-
-
-def _leave_server_alone() -> None:
-    """Close this rank's copy of the descriptor that keeps the fork server alive, so that it ends with the parent.
-
-    The system kills ranks when the fork server ends: the last resort for a rank whose threads are all stuck.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
 
 
 def _follow_parent(task: Assignment) -> None:
@@ -179,24 +168,30 @@ def _follow_parent(task: Assignment) -> None:
 
 
 def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -> None:
+    global _RAISED
+    _RAISED = None  # its traceback keeps the test's model alive
     _, call, target, payload = message
     if _FORWARDER is not None:
         _FORWARDER.forget()
     try:
         try:
-            function, args, kwargs = _unpack(target, payload)
+            function, args, kwargs = pickle.loads(payload)
+            if target:
+                module, _, name = target.partition(":")
+                function = getattr(import_module(module), name)
             with nullcontext() if target else forward_warnings():
                 result = function(*args, **kwargs)
         finally:
             if _MEASUREMENT is not None:
                 _MEASUREMENT.save()
     except BaseException as error:
-        global _RAISED
         _RAISED = error
         _report_failure(channel, _describe_failure(task, error))
         return
     try:
-        channel.send("result", call, _pack(result))
+        from pytest_fsdp_meta.worlds.system.pickling import dumps
+
+        channel.send("result", call, dumps(result))
     except Exception as error:
         why = temp_folders.describe_full_disk(task.folder, error) or f"{type(error).__name__}: {error}"
         summary = f"returned a {type(result).__name__} that cannot be sent back: {why}"
@@ -209,20 +204,6 @@ def _report_failure(channel: Channel, failure: RankFailure) -> None:
     except OSError:  # the disk is full; a short message needs only the pipe
         short = replace(failure, detail=_shortened(failure.detail, 1500), message=_shortened(failure.message, 1500))
         channel.send("failure", short)
-
-
-def _pack(result: Any) -> bytes:
-    from pytest_fsdp_meta.worlds.system.pickling import dumps
-
-    return dumps(result)
-
-
-def _unpack(target: str, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    function, args, kwargs = pickle.loads(payload)
-    if target:
-        module, _, name = target.partition(":")
-        function = getattr(import_module(module), name)
-    return function, args, kwargs
 
 
 def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,15 +11,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.rank.main import current
 from pytest_fsdp_meta.worlds.rank.rendezvous import seed
 from pytest_fsdp_meta.worlds.system import processes
-
-if TYPE_CHECKING:
-    import torch
 
 COUNTER = "_get_sequence_number_for_group"
 """The private method of a process group that returns how many collectives it has started; no public one does."""
@@ -42,62 +40,49 @@ class ResetReport:
     not_restored: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class _StartState:
-    environ: Mapping[str, str]
-    folder: str
-    threads: frozenset[int | None]
-    children: frozenset[int]
-    descriptors: int
-    groups: Mapping[Group, Any]
-    python: _PythonState
-    torch: _TorchState
+    def __init__(self) -> None:
+        self.environ = dict(os.environ)
+        self.folder = os.getcwd()
+        self.threads = _thread_ids()
+        self.children = _child_pids()
+        self.descriptors = _count_descriptors()
+        self.groups = _process_groups()
+        self.python = _PythonState()
+        self.torch = _TorchState()
 
 
-@dataclass(frozen=True)
 class _PythonState:
     """State of the interpreter that a test may change."""
 
-    path: tuple[str, ...]
-    streams: tuple[Any, Any]
-    filters: tuple[Any, ...]
-    show: Any
-
-    @classmethod
-    def capture(cls) -> _PythonState:
-        return cls(tuple(sys.path), (sys.stdout, sys.stderr), tuple(warnings.filters), warnings.showwarning)
+    def __init__(self) -> None:
+        self.path = tuple(sys.path)
+        self.streams = sys.stdout, sys.stderr
+        # Its exit also lets Python forget which warnings were shown: they are kept by module until the filters change.
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
 
     def restore(self) -> None:
         sys.path[:] = self.path
         sys.stdout, sys.stderr = self.streams
-        warnings.filters[:] = self.filters  # type: ignore[index]
-        warnings.showwarning = self.show
+        self.warnings.__exit__(None, None, None)
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
         signal.alarm(0)
 
 
-@dataclass(frozen=True)
 class _TorchState:
     """Modes of torch that a test may change and that public functions can read and set."""
 
-    dtype: torch.dtype
-    threads: int
-    anomaly: bool
-    deterministic: tuple[bool, bool, bool]
-
-    @classmethod
-    def capture(cls) -> _TorchState:
+    def __init__(self) -> None:
         import torch
 
-        return cls(
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.is_anomaly_enabled(),
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-                torch.utils.deterministic.fill_uninitialized_memory,
-            ),
-        )
+        self.dtype = torch.get_default_dtype()
+        self.threads = torch.get_num_threads()
+        self.anomaly = torch.is_anomaly_enabled()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        self.fill = torch.utils.deterministic.fill_uninitialized_memory
 
     def restore(self) -> None:
         import torch
@@ -107,8 +92,8 @@ class _TorchState:
         torch.set_grad_enabled(True)
         torch.set_num_threads(self.threads)
         torch.autograd.set_detect_anomaly(self.anomaly)
-        mode, warn_only, torch.utils.deterministic.fill_uninitialized_memory = self.deterministic
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = self.fill
 
 
 def forget_default_device() -> None:
@@ -128,16 +113,8 @@ _START: _StartState | None = None
 def record_start() -> None:
     """Record the state of this rank before its first test."""
     global _START
-    _START = _StartState(
-        environ=dict(os.environ),
-        folder=os.getcwd(),
-        threads=_thread_ids(),
-        children=_child_pids(),
-        descriptors=_count_descriptors(),
-        groups=_process_groups(),
-        python=_PythonState.capture(),
-        torch=_TorchState.capture(),
-    )
+    gc.freeze()  # so that restore_start() looks only at what tests have made
+    _START = _StartState()
 
 
 def follow_parent(changed: Mapping[str, str | None], folder: str | None) -> None:
@@ -166,6 +143,7 @@ def restore_start() -> ResetReport:
     except OSError:  # the test has removed it
         lost = True
     current().state.clear()
+    gc.collect()  # modules sharded by FSDP2 are in cycles, which keep their memory
     before.python.restore()
     before.torch.restore()
     seed(current().device.type)
@@ -178,7 +156,8 @@ def restore_start() -> ResetReport:
         "open files": _count_descriptors() > before.descriptors + LEAKED_DESCRIPTORS,
         "collectives that nothing counts": not all(hasattr(group, COUNTER) for group in before.groups.values()),
     }
-    return ResetReport(_count_started(before.groups), tuple(name for name, found in not_restored.items() if found))
+    started = {key: int(getattr(group, COUNTER)()) for key, group in before.groups.items() if hasattr(group, COUNTER)}
+    return ResetReport(started, tuple(name for name, found in not_restored.items() if found))
 
 
 def _thread_ids() -> frozenset[int | None]:
@@ -206,10 +185,6 @@ def _process_groups() -> dict[Group, Any]:
         return {(group.group_name, tuple(dist.get_process_group_ranks(group))): group for group in groups}
     except (KeyError, ValueError, RuntimeError):
         return {}
-
-
-def _count_started(groups: Mapping[Group, Any]) -> Counts:
-    return {key: int(getattr(group, COUNTER)()) for key, group in groups.items() if hasattr(group, COUNTER)}
 
 
 def count_collectives() -> Counts:

@@ -26,8 +26,8 @@ OOM_KILL_NOTE = " (meanwhile the kernel's out-of-memory killer ended a process)"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _UNUSED = ctypes.c_ulong(0)
-_THREADS_FIELD = 16
-"""Index of the number of threads in /proc/PID/stat, counted from the first field after the state."""
+_THREADS_FIELD, _START_FIELD = 17, 19
+"""Indices of the number of threads and of the start time in /proc/PID/stat, counted from the state."""
 _DESCRIPTORS_PER_RANK = 4
 """A rank's pipe, the two ends by which multiprocessing follows its process, and a file of its output being read."""
 _SPARE_DESCRIPTORS = 16
@@ -65,11 +65,21 @@ def children(pid: int) -> set[int]:
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs. A zombie with a live thread does: until that ends, its children stay its own."""
+    fields = stat(pid)
+    return bool(fields) and (fields[0] not in "ZX" or int(fields[_THREADS_FIELD]) > 1)
+
+
+def started(pid: int | None) -> list[str]:
+    """Return when a process was started: later if its number was another's before. Empty as ``stat``."""
+    return stat(pid)[_START_FIELD:][:1]
+
+
+def stat(pid: int | None) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process, or no /proc."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
-        return False
-    return state not in "ZX" or int(fields[_THREADS_FIELD]) > 1
+        return []
 
 
 def end_children(pid: int, spare: Callable[[], Collection[int]] = tuple, seconds: float = 1.0) -> None:

@@ -140,7 +140,7 @@ def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[
 
 def _replicas_of_other_rows(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
     """Yield groups of ranks that hold the same part of a parameter and do not all see the same rows of the batch."""
-    for ranks in ranks_by((rank, tensor.regions) for rank, tensor in view.holders(name)).values():
+    for ranks in ranks_by((rank, tensor.held) for rank, tensor in view.holders(name)).values():
         if len({runs[rank].data_parallel for rank in ranks}) > 1:
             yield ranks
 

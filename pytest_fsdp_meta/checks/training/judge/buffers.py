@@ -87,9 +87,7 @@ def _judged_buffers(view: View) -> dict[str, bool]:
 def _replicated(view: View, changed: Collection[str]) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:
     """Yield each parameter and each of these buffers with its kind and the ranks that hold the same part of it."""
     for name, tensors in view.tensors("parameter"):
-        held = ranks_by(
-            (rank, tensor.regions) for rank, tensor in tensors if tensor.digest is not None and tensor.numel
-        )
+        held = ranks_by((rank, tensor.held) for rank, tensor in tensors if tensor.digest is not None and tensor.numel)
         yield name, "parameter", list(held.values())
     places = model_coordinates(view)
     for name, tensors in view.tensors("buffer", only=changed):
