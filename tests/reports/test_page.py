@@ -17,14 +17,14 @@ import pytest
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.evidence import MeshFacts
-from pytest_fsdp_meta.evidence.codec import to_plain
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, loss_chart
 from pytest_fsdp_meta.reports.page.checks import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
-from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
+from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
@@ -39,6 +39,7 @@ from pytest_fsdp_meta.reports.schema import (
     TensorRecord,
     Traffic,
 )
+from pytest_fsdp_meta.text import printable
 from tests.conftest import Project
 from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor, with_history
@@ -633,7 +634,7 @@ def test_the_page_is_rendered_again_from_the_report(tmp_path, capsys, name):
     given = EVERY[name]()
     assert main([str(written(tmp_path, given))]) is None
     assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
-    write_page(given, tmp_path / "at-once.html")
+    write_page(from_plain(Report, to_plain(given)), tmp_path / "at-once.html")  # whose texts are printable
     assert (tmp_path / "index.html").read_bytes() == (tmp_path / "at-once.html").read_bytes()
 
 
