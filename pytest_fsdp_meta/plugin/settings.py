@@ -25,10 +25,9 @@ FAIL_ON = ("failure", "regression", "any")
 anything else that got worse."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
-OVERRIDES = ("-o", "--override-ini")
 SHOWN = (*REPEATED, "-k", "-m", "-n", "-r")
 SHOWN_INI = ("python_classes", "python_files", "python_functions", "pythonpath", "testpaths", "xfail_strict")
-"""Options, and keys of ``OVERRIDES``, whose values are harmless; those of others may be secret and are hidden."""
+"""Options, and keys of "-o", whose values are harmless; those of others may be secret and are hidden."""
 SWITCHES = re.compile("-[lqsvx]*|--")
 WORD = re.compile(r"(--[\w.-]*(?==|$)|-[A-Za-z]|)(=?)(.*)", re.DOTALL)
 """An option, "=" and its value, in one word of a command line; or a value alone."""
@@ -342,10 +341,7 @@ def runs_nothing(config: pytest.Config) -> bool:
 
 
 def settings_elsewhere(config: pytest.Config) -> dict[str, str]:
-    """Return PYTEST_ADDOPTS or an ini option -> its value, for the options that the command line does not have.
-
-    Values of others' options are hidden.
-    """
+    """Return PYTEST_ADDOPTS or an ini option -> what it sets that the command line does not, with hidden values."""
     words = {"PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), "addopts": config.getini("addopts")}
     found = {name: shlex.join(hide_values(value, config.args)) for name, value in words.items()}
     for option in OPTIONS:
@@ -361,16 +357,15 @@ def hide_values(words: Iterable[str], paths: Collection[str] = ()) -> list[str]:
     before = ""
     for word in words:
         option, joint, value = WORD.fullmatch(word).groups()  # type: ignore[union-attr]
-        if word not in paths and not SWITCHES.fullmatch(word):
-            word = option + joint + _hide_value(option or before, value, paths)
-        hidden.append(word)
+        is_shown = word in paths or SWITCHES.fullmatch(word)
+        hidden.append(word if is_shown else option + joint + _hide_value(option or before, value, paths))
         before = "" if joint or value else option
     return hidden
 
 
 def _hide_value(option: str, value: str, paths: Collection[str]) -> str:
     key, equals, text = value.partition("=")
-    if option in OVERRIDES and equals:
+    if option in ("-o", "--override-ini") and equals:
         if key == "addopts":
             text = shlex.join(hide_values(shlex.split(text), paths))
         elif key not in (*SHOWN_INI, *(one.ini for one in OPTIONS)):

@@ -665,6 +665,21 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path):
     assert message('{"schema": 0}') == f"a report of schema 0, but this version reads schema 2; {again}"
     assert message('{"schema": 2}') == f"Report: 'header' is missing; {remedy}"
     assert "loaders[0].checks" in message(whole.replace('"status": "passed"', '"status": 7', 1))
+    sizes = {
+        "a world of 10000000, but at most 1024 ranks run, or 131072 are simulated": {"size": 10**7, "mesh": []},
+        "a world of 1025, but at most 1024 ranks run": {"size": 1025, "mesh": [["dp_shard", 1025]]},
+        "a world of -1, but": {"size": -1},
+        "the mesh dp_shard=4 does not make a world of 2": {"mesh": [["dp_shard", 4]]},
+        "the mesh a=-1 x b=-2 does not make a world of 2": {"mesh": [["a", -1], ["b", -2]]},
+        "ranks 0, 2 cannot be of a world of 2": {"simulated": [0, 2]},
+    }
+    for problem, world in sizes.items():
+        data = json.loads(whole)
+        data["loaders"][0]["world"] |= {"size": 2, "mesh": [["dp_shard", 2]]} | world
+        assert message(json.dumps(data)).startswith(f"Report.loaders[0].world: {problem}")
+    assert message(json.dumps(json.loads(whole) | {"exit_status": 10**30})).startswith(
+        "Report.exit_status: the number is too large"
+    )
     assert not (tmp_path / "index.html").exists()
     assert main([str(tmp_path / "none.json")]) == f"{tmp_path / 'none.json'}: No such file or directory"
     assert str(main([])).startswith("usage:")
@@ -706,7 +721,7 @@ def test_a_run_leaves_its_page(project: Project):
     assert [a["class"] for tag, a in parsed.elements if tag == "path" and a.get("class") == "f-unsharded"]
     assert main([str(path.with_name("report.json"))]) is None
     assert path.read_bytes() == page
-    assert not list(path.parent.glob(".*"))  # no temporary file
+    assert [one.name for one in path.parent.glob(".*")] == [".lock"], "no temporary file"
     assert result.ret == 1
 
 

@@ -184,10 +184,8 @@ class Watch:
                 self.files[name] = library
             if name.endswith(INDEX):
                 self.files[name] = "safetensors"
-            if path.exists() or not self.built:
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if library or name.endswith(INDEX):
+            if self.built and (library or name.endswith(INDEX)) and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
                 self._write_weights(path, library)
         finally:
             self.is_serving = False
