@@ -49,10 +49,7 @@ def without_occasion(text: str) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return the text with unprintable characters but those in ``keep`` written as in Python ("\\x1b").
-
-    So no terminal obeys them, and a name stays on its line.
-    """
+    """Return the text with unprintable characters, except those in ``keep``, written as in Python ("\\x1b")."""
     return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 

@@ -184,7 +184,8 @@ class ReportPlugin:
             # pytest's other failures, which no comparison excuses.
             in_record = context.check.status in FAILED
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
-            self._records.add(replace(context, key=context.key + worker, loader=context.loader + worker))
+            key = self._records.key_of(nodeid) or context.key + worker  # as planned: what was sent was made printable
+            self._records.add(replace(context, key=key, loader=context.loader + worker))
             self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
