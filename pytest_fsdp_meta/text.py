@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import product
+from math import prod
 
-NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]*)(?![A-Za-z0-9_])")
-"""A number between separators; not ``007``, which would be written back as 7."""
+NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]{0,17})(?![A-Za-z0-9_])")
+"""A number between separators; not ``007``, which would be written back as 7, nor more digits than Python converts."""
 QUANTITY = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
 OCCASION = re.compile(r" of (?:another|the second) load\b|, called as \w+\([^)]*\)")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline: a terminal obeys them, and XML and JSON readers refuse them."""
+UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
+"""Characters that terminals and browsers obey, that hide or reorder others, or that UTF-8 cannot encode."""
+LINES = "\n\t"
+"""What ``printable`` keeps of a text of several lines."""
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's wrappers insert and the names of an unwrapped reference lack."""
 
@@ -44,12 +48,9 @@ def without_occasion(text: str) -> str:
     return OCCASION.sub("", text)
 
 
-def escape_controls(text: str, keep: str = "") -> str:
-    """Return the text with control characters written as in Python ("\\x1b"), so that no terminal obeys them.
-
-    Tabs, newlines and the characters in ``keep`` stay.
-    """
-    return CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+def printable(text: str, keep: str = "") -> str:
+    """Return the text with unprintable characters, except those in ``keep``, written as in Python ("\\x1b")."""
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def fold_names(names: Iterable[str]) -> dict[str, str]:
@@ -66,7 +67,7 @@ def fold_names(names: Iterable[str]) -> dict[str, str]:
 
 def _fold(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> list[tuple[str, str]]:
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    if set(product(*columns)) == set(numbers):
+    if prod(map(len, columns)) == len(numbers):  # distinct, so they are all combinations
         return [(_join(texts, [_braced(column) for column in columns]), _join(texts, map(str, numbers[0])))]
     # An incomplete set varies in two or more columns; split by the first of them, the parts may be complete.
     vary = next(index for index, column in enumerate(columns) if len(column) > 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import LINES, counted, first_line, first_of, fold_names, name_ranks, printable
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,12 @@ def test_many_names_are_merged_quickly():
     assert len(fold_names(names[1:])) == 61
 
 
+def test_names_with_many_numbers_are_not_multiplied_out():
+    names = [".".join([str(number)] * 20) for number in range(20)]
+    assert fold_names(names) == {name: name for name in names}
+    assert fold_names(["9" * 5000]) == {"9" * 5000: "9" * 5000}
+
+
 def unfold(folded: str) -> list[str]:
     """Return the names that a merged name stands for."""
     parts = re.split(r"\{([0-9.,]+)\}", folded)
@@ -144,5 +150,18 @@ def test_the_first_line_is_shortened_at_a_word_boundary(text, expected):
     assert first_line(RuntimeError(text), 16) == expected
 
 
-def test_control_characters_are_escaped():
-    assert escape_controls("\x1b[2J\x00 a\tb\nc\r \x85 \u00e9") == "\\x1b[2J\\x00 a\tb\nc\\r \\x85 \u00e9"
+@pytest.mark.parametrize(
+    ("text", "in_lines", "in_one_line"),
+    [
+        ("\x1b[2J\x00 a\tb\nc\r", "\\x1b[2J\\x00 a\tb\nc\\r", "\\x1b[2J\\x00 a\\tb\\nc\\r"),
+        ("\x85 \u202egnp\u2028 \ud800", "\\x85 \\u202egnp\\u2028 \\ud800", "\\x85 \\u202egnp\\u2028 \\ud800"),
+        (
+            "\u00e9\u3000\xa0 \U0001f469\u200d\U0001f4bb",
+            "\u00e9\u3000\xa0 \U0001f469\u200d\U0001f4bb",
+            "\u00e9\u3000\xa0 \U0001f469\u200d\U0001f4bb",
+        ),
+    ],
+    ids=["what terminals obey", "what reorders or cannot be encoded", "what people write"],
+)
+def test_unprintable_characters_are_escaped(text, in_lines, in_one_line):
+    assert (printable(text, LINES), printable(text)) == (in_lines, in_one_line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import secrets
 import types
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,9 +18,13 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pytest_fsdp_meta.text import LINES, printable
+
 T = TypeVar("T")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PLAIN = (str, bool, int)
+MOST = 2**64
+"""The largest int that is read: no size or seed is larger, and arithmetic with floats would overflow."""
 LARGEST = 512 * 2**20
 """Bytes of JSON that are read from a file, after decompression: 1 MiB of a gzip file may stand for 1 GiB."""
 _CHUNK = 2**20
@@ -48,7 +52,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], data: Any) -> T:
-    """Build a dataclass from the output of ``to_plain``.
+    """Build a dataclass from the output of ``to_plain``. Its texts are made printable: they are shown in terminals.
 
     Raises ValueError with the path of the first wrong value and what it should be.
     """
@@ -73,7 +77,8 @@ def _parse(kind: Any, data: Any, path: str) -> Any:
     if origin is frozenset:
         return frozenset(_parse(inner[0], item, path) for item in _require(list, data, path))
     if origin is not None and issubclass(origin, Mapping):
-        return {key: _parse(inner[1], item, f"{path}[{key!r}]") for key, item in _require(dict, data, path).items()}
+        items = _require(dict, data, path).items()
+        return {printable(key, LINES): _parse(inner[1], item, f"{path}[{key!r}]") for key, item in items}
     if kind is float:
         if isinstance(data, str) and data in NON_FINITE:
             return NON_FINITE[data]
@@ -84,7 +89,10 @@ def _parse(kind: Any, data: Any, path: str) -> Any:
         except OverflowError:
             raise ValueError(f"{path}: the number is too large for a float") from None
     assert kind in PLAIN, kind
-    return _require(kind, data, path)
+    value = _require(kind, data, path)
+    if kind is int and abs(value) > MOST:
+        raise ValueError(f"{path}: the number is too large")
+    return printable(value, LINES) if kind is str else value
 
 
 def _parse_dataclass(kind: Any, data: Any, path: str) -> Any:
@@ -95,7 +103,10 @@ def _parse_dataclass(kind: Any, data: Any, path: str) -> Any:
             arguments[field.name] = _parse(_hints(kind)[field.name], data[field.name], f"{path}.{field.name}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{path}: {field.name!r} is missing")
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _parse_tuple(inner: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
@@ -126,9 +137,10 @@ def read_json(file: BufferedIOBase) -> Any:
 
 def write_whole(path: Path, data: bytes) -> Path:
     """Write a file atomically: to a temporary name first, then renamed. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("xb") as file:  # another user of the folder cannot have put a link there
+            file.write(data)
         temporary.replace(path)
     except OSError:
         with suppress(OSError):

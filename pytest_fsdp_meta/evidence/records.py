@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Export, RankResumed, RankSaved, RankStateDict, Resharded
@@ -18,6 +19,7 @@ from pytest_fsdp_meta.checks.structure.facts import RankInventory, describe_mesh
 from pytest_fsdp_meta.checks.tracing.facts import RankTrace
 from pytest_fsdp_meta.checks.training.facts import OwnClipping, RankTraining, RankTrainingMode, StepNotFinite
 from pytest_fsdp_meta.checks.values.facts import Comparison
+from pytest_fsdp_meta.text import name_ranks
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,12 @@ def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> d
     return {name: source for name, source in frozen.items() if name not in subject.drawn}
 
 
+MOST_RANKS = 2**17
+"""The largest world that is simulated: torch lists all of its ranks."""
+MOST_RUN = 1024
+"""Most ranks that run, as ``worlds`` limits them: each is a process."""
+
+
 @dataclass(frozen=True)
 class WorldFacts:
     """The world that a loader ran in: its size, mesh, device type and backend.
@@ -230,6 +238,15 @@ class WorldFacts:
     """Bytes of the device that each simulated rank would have; 0: unknown."""
     memory_reserve: float = 0.0
     """The share of it that is not for tensors."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that no run has: a stored file may hold them, and its readers list all ranks."""
+        if not 0 <= self.size <= MOST_RANKS or (len(self.simulated) or self.size) > MOST_RUN:
+            raise ValueError(f"a world of {self.size}, but at most {MOST_RUN} ranks run, or {MOST_RANKS} are simulated")
+        if self.mesh and (any(size < 1 for _, size in self.mesh) or prod(dict(self.mesh).values()) != self.size):
+            raise ValueError(f"the mesh {describe_mesh(self.mesh)} does not make a world of {self.size}")
+        if any(not 0 <= rank < self.size for rank in self.simulated):
+            raise ValueError(f"{name_ranks(self.simulated)} cannot be of a world of {self.size}")
 
     @property
     def usable_memory(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, ov
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import shards_data
 from pytest_fsdp_meta.loader.call import BODY
-from pytest_fsdp_meta.text import escape_controls
+from pytest_fsdp_meta.text import printable
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def _reasons(name: str, reasons: Any, catalogue: Catalogue) -> dict[str, str]:
             f"{name}={reasons!r} should be a dict of check ids to reasons, such as {{'loss_parity': 'bf16 router'}}"
         )
     # Reports show a reason on one line, and a terminal must not obey it.
-    return {_known_id(name, id, catalogue): escape_controls(" ".join(text.split())) for id, text in reasons.items()}
+    return {_known_id(name, id, catalogue): printable(" ".join(text.split())) for id, text in reasons.items()}
 
 
 def _known_id(name: str, id: Any, catalogue: Catalogue) -> str:

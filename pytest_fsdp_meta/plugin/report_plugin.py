@@ -24,7 +24,7 @@ from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_
 from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
-from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
+from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
@@ -32,8 +32,12 @@ from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.worlds import LeaseError
+from pytest_fsdp_meta.worlds.leases import LockedFile
 
 EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+LOCK = ".lock"
+"""The file in a report's folder that a run holds locked."""
 
 
 def register(config: pytest.Config, session: PluginSession) -> None:
@@ -91,10 +95,26 @@ class ReportPlugin:
     def pytest_sessionstart(self) -> None:
         if runs_nothing(self._config):
             return
+        if self._writer is not None:
+            self._lock(self._writer.folder)
         if self._writer is not None or self._comparer.is_requested:
-            command = ("pytest", *map(str, self._config.invocation_params.args))
+            command = ("pytest", *hide_values(map(str, self._config.invocation_params.args), self._config.args))
             engine, others = self._settings.engine, settings_elsewhere(self._config)
             self._header = read_header(self._config.rootpath, command, engine, self._catalogue, others)
+
+    def _lock(self, folder: Path) -> None:
+        """Keep other runs from writing into the folder until this one ends, even if it is killed."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = LockedFile.attempt(folder / LOCK)
+        except (OSError, LeaseError):  # a disk on which nothing can be written, which ``_write`` reports, or locked
+            return
+        if lock is None:
+            raise pytest.UsageError(
+                f"--fsdp-report: another run of pytest is writing its report to {self._settings.report}; wait until it "
+                "has ended, or choose another folder"
+            )
+        self._config.add_cleanup(lock.release)
 
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
@@ -164,7 +184,8 @@ class ReportPlugin:
             # pytest's other failures, which no comparison excuses.
             in_record = context.check.status in FAILED
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
-            self._records.add(replace(context, key=context.key + worker, loader=context.loader + worker))
+            key = self._records.key_of(nodeid) or context.key + worker  # as planned: what was sent was made printable
+            self._records.add(replace(context, key=key, loader=context.loader + worker))
             self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,13 @@ FAIL_ON = ("failure", "regression", "any")
 anything else that got worse."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
+SHOWN = (*REPEATED, "-k", "-m", "-n", "-r")
+SHOWN_INI = ("python_classes", "python_files", "python_functions", "pythonpath", "testpaths", "xfail_strict")
+"""Options, and keys of "-o", whose values are harmless; those of others may be secret and are hidden."""
+SWITCHES = re.compile("-[lqsvx]*|--")
+WORD = re.compile(r"(--[\w.-]*(?==|$)|-[A-Za-z]|)(=?)(.*)", re.DOTALL)
+"""An option, "=" and its value, in one word of a command line; or a value alone."""
+HIDDEN = "..."
 
 
 @dataclass(frozen=True)
@@ -333,13 +341,37 @@ def runs_nothing(config: pytest.Config) -> bool:
 
 
 def settings_elsewhere(config: pytest.Config) -> dict[str, str]:
-    """Return PYTEST_ADDOPTS or an ini option -> its value, for the options that the command line does not have."""
-    found = {"PYTEST_ADDOPTS": os.environ.get("PYTEST_ADDOPTS", ""), "addopts": shlex.join(config.getini("addopts"))}
+    """Return PYTEST_ADDOPTS or an ini option -> what it sets that the command line does not, with hidden values."""
+    words = {"PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), "addopts": config.getini("addopts")}
+    found = {name: shlex.join(hide_values(value, config.args)) for name, value in words.items()}
     for option in OPTIONS:
         text, source = _find(config, option) or ("", "")
         if source != option.flag:
             found[source.removeprefix("ini option ")] = text
     return {name: text for name, text in found.items() if text}
+
+
+def hide_values(words: Iterable[str], paths: Collection[str] = ()) -> list[str]:
+    """Return a command line with ``HIDDEN`` for the values of others' options, which may be secret."""
+    hidden: list[str] = []
+    before = ""
+    for word in words:
+        option, joint, value = WORD.fullmatch(word).groups()  # type: ignore[union-attr]
+        is_shown = word in paths or SWITCHES.fullmatch(word)
+        hidden.append(word if is_shown else option + joint + _hide_value(option or before, value, paths))
+        before = "" if joint or value else option
+    return hidden
+
+
+def _hide_value(option: str, value: str, paths: Collection[str]) -> str:
+    key, equals, text = value.partition("=")
+    if option in ("-o", "--override-ini") and equals:
+        if key == "addopts":
+            text = shlex.join(hide_values(shlex.split(text), paths))
+        elif key not in (*SHOWN_INI, *(one.ini for one in OPTIONS)):
+            text = text and HIDDEN
+        return f"{key}={text}"
+    return value if option in (*SHOWN, *FLAGS) else value and HIDDEN
 
 
 def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -351,7 +383,7 @@ def _repeated(args: Sequence[str | os.PathLike[str]]) -> list[str]:
             found += [arg, next(rest, "")]
         elif arg.startswith(REPEATED[:3]) or arg.partition("=")[0] in REPEATED:
             found.append(arg)
-    return found
+    return hide_values(found)
 
 
 def _find(config: pytest.Config, option: Option) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -159,6 +160,8 @@ class Devices:
             folder = parent / f"fsdp-run-{os.getuid()}-{quote(run, safe='')}"
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.lstat().st_uid != os.getuid():  # also of a link
+                    raise PermissionError(errno.EPERM, "it belongs to another user")
             except OSError as error:
                 raise sharing_error(folder, error) from error
             _end_with_controller()

@@ -19,8 +19,8 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     is_bad,
 )
-from pytest_fsdp_meta.reports.terminal import describe_finding, printable, shorten_list
-from pytest_fsdp_meta.text import counted, first_of, without_numbers
+from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
+from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
 
 SLOWER = 1.5
 """A load is reported as slower if it takes this many times as long as before, ..."""

@@ -23,8 +23,8 @@ from pytest_fsdp_meta.reports.schema import (
     LoaderRecord,
     Report,
 )
-from pytest_fsdp_meta.reports.terminal import printable, shorten_list
-from pytest_fsdp_meta.text import counted, first_of, without_numbers
+from pytest_fsdp_meta.reports.terminal import shorten_list
+from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
 
 MOST_RUNS = 14
 """Runs that a history has, with the one that it belongs to."""
@@ -58,9 +58,9 @@ def time_of(started: str) -> datetime:
     """Return the time of a run, for sorting; ``UNKNOWN_TIME`` if the text is not a time."""
     try:
         time = datetime.fromisoformat(started.replace("Z", "+00:00"))
-    except ValueError:
+        return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
+    except (ValueError, OverflowError):  # the latter near the years 1 and 9999
         return UNKNOWN_TIME
-    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 def run_of(report: Report) -> EarlierRun:
@@ -256,7 +256,7 @@ def is_flaky(results: str) -> bool:
 def describe_moment(run: EarlierRun) -> str:
     """Return a text such as "2026-11-18 02:17:00 (0123abcde)"."""
     time = time_of(run.started)
-    when = run.started if time == UNKNOWN_TIME else f"{time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
+    when = run.started if time == UNKNOWN_TIME else f"{time:%Y-%m-%d %H:%M:%S}"
     changed = "+" if run.commit.endswith("+") else ""
     commit = f" ({run.commit.rstrip('+')[:SHORT_COMMIT]}{changed})" if run.commit else ""
     return f"{when}{commit}"

@@ -14,8 +14,8 @@ from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, LoaderRecord, Report, count_kinds, how_many, is_bad
 from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Story, stories_of, with_starts
-from pytest_fsdp_meta.reports.terminal import MOST_LINES, printable, shorten_list
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
+from pytest_fsdp_meta.text import first_of, printable
 
 COLUMNS = ("passed", "partly checked", "failed", "error")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"

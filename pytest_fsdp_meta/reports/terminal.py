@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
 from pytest_fsdp_meta.reports.schema import FindingRecord
-from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks, printable, without_numbers
 
 MOST_LINES = 20
 """Lines of one list."""
@@ -31,11 +31,6 @@ WIDTH = 118
 Found = TypeVar("Found", Finding, FindingRecord)
 Kinds = Mapping[str, Collection[str]]
 """Kind of tensors, such as "parameter" -> all tensors of the kind."""
-
-
-def printable(name: str) -> str:
-    """Return a name with control characters escaped, so that it stays on its line."""
-    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def shorten_list(lines: Iterable[str]) -> list[str]:

@@ -19,8 +19,8 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
-from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph, printable
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph
+from pytest_fsdp_meta.text import counted, first_of, printable
 
 ACTIVITIES = {
     "starting": "starting ranks",

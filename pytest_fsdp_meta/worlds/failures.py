@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.text import escape_controls, name_ranks
+from pytest_fsdp_meta.text import LINES, name_ranks, printable
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Memory addresses, which differ between ranks that fail alike."""
@@ -51,7 +51,7 @@ class RankFailure:
     @property
     def printable(self) -> RankFailure:
         """The same with control characters escaped: what a rank reports must not act on a terminal."""
-        summary, detail, message = map(escape_controls, (self.summary, self.detail, self.message))
+        summary, detail, message = (printable(text, LINES) for text in (self.summary, self.detail, self.message))
         return replace(self, summary=summary, detail=detail, message=message)
 
     @property

@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain, write_whole
 from tests.docs.report_schema import schema_of
 
 
@@ -68,12 +69,31 @@ def test_missing_fields_get_their_default_and_unknown_fields_are_ignored() -> No
             {"inner": [{"name": "a", "numbers": [10**400]}]},
             "Outer.inner[0].numbers[0]: the number is too large for a float",
         ),
+        ({"inner": [{"name": "a", "pair": [-(2**65), ""]}]}, "Outer.inner[0].pair[0]: the number is too large"),
         ({"inner": [], "by_name": {"k": {}}}, "Outer.by_name['k']: 'name' is missing"),
     ],
 )
 def test_errors_name_the_path_of_the_wrong_value(data: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         from_plain(Outer, data)
+
+
+def test_texts_are_read_as_printable_ones() -> None:
+    read = from_plain(Outer, {"inner": [{"name": "\x1b[2J\ud800\n\ta"}], "by_name": {"\x1b]0;": {"name": None}}})
+    assert read == Outer((Inner("\\x1b[2J\\ud800\n\ta"),), {"\\x1b]0;": Inner(None)})
+
+
+def test_no_link_is_followed_when_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "report.json"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    write_whole(path, b"first")
+    assert (victim.read_text(), path.is_symlink(), path.read_text()) == ("mine", False, "first")
+    monkeypatch.setattr("secrets.token_hex", lambda count: "guessed")
+    (tmp_path / ".report.json.guessed").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_whole(path, b"second")
+    assert (victim.read_text(), path.read_text()) == ("mine", "first")
 
 
 def test_schema_of_a_dataclass() -> None:

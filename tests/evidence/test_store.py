@@ -79,6 +79,18 @@ def test_pytest_judges_stored_evidence(project: Project) -> None:
     result.assert_outcomes(passed=2, failed=2, skipped=10, xfailed=1)
 
 
+def test_what_terminals_obey_is_escaped_wherever_pytest_prints_it(project: Project) -> None:
+    text = gzip.decompress(STORED.read_bytes()).decode()
+    for name in ("test_tiny.py::test_tiny", "0.bias", "on purpose", "a known defect", "fixed by now", "float32"):
+        assert name in text
+        text = text.replace(name, f"{name}\\u001b[2J")
+    (project.path / STORED.name).write_bytes(gzip.compress(text.encode()))
+    output = project.collect(STORED.name, "-v", "-rA").stdout.str()
+    assert "\x1b" not in output
+    for shown in ("test_tiny\\x1b[2J[", "0.bias\\x1b[2J, ", "on purpose\\x1b[2J", "a known defect\\x1b[2J"):
+        assert shown in output, shown
+
+
 def test_evidence_survives_a_round_trip(tmp_path: Path) -> None:
     stored = read_evidence(STORED)
     path = write_evidence(tmp_path / "new", stored)

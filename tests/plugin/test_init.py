@@ -203,7 +203,7 @@ def test_what_is_written_is_clean_and_collected(repository: Project) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("load_model", "like_a_script", "set_up_training"),
+        *("load_model", "like_a_script"),
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in ("build", "Loader.from_checkpoint", "items", "guarded", "typed")

@@ -240,45 +240,6 @@ class Trainer:
 
 def renamed(cfg, path, mesh):
     return Trainer(cfg.model).load(path, mesh)
-
-
-class Whole:
-    def __init__(self, path, mesh):
-        self.path, self.mesh = path, mesh
-
-    def build(self):
-        return Decoder()
-
-    def load(self):
-        return shard(self.build(), self.path, self.mesh)
-
-
-class OnMeta(Whole):
-    def load(self):
-        with torch.device("meta"):
-            model = self.build()
-        return shard(model, self.path, self.mesh)
-
-
-def whole(path, mesh):
-    return Whole(path, mesh).load()
-
-
-def on_meta(path, mesh):
-    return OnMeta(path, mesh).load()
-
-
-def on_a_device(path, mesh, device):
-    with torch.device(device):
-        model = Decoder()
-    return shard(model, path, mesh)
-
-
-REGISTRY = {"decoder": Decoder}
-
-
-def unseen(path, mesh):
-    return shard(REGISTRY["decoder"](), path, mesh)
 """
 
 
@@ -358,15 +319,6 @@ def test_an_open_todo_fails_before_the_loader_is_called(repository: Project, nam
     assert not {"passed", "failed", "skipped"} & result.parseoutcomes().keys(), result.stdout.str()
     assert re.search(rf"Failed: TODO in line \d+: {re.escape(first)}", result.stdout.str())
     assert not list(repository.path.rglob("was-called"))
-
-
-@pytest.mark.parametrize(
-    ("name", "is_written"), [("whole", True), ("on_meta", False), ("on_a_device", True), ("unseen", True)]
-)
-def test_whole_while_loading_is_seen(repository: Project, name: str, is_written: bool) -> None:
-    output, text = written(repository, name)
-    assert ("whole_while_loading" in text) is is_written
-    assert ("it runs as it is, and judges more with:" in output) is ("# Optional: " in text and "todo(" not in text)
 
 
 def test_another_mesh_keeps_its_default_and_the_number_of_ranks_is_left_to_the_run(repository: Project) -> None:

@@ -13,8 +13,10 @@ import jsonschema
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.plugin.report_plugin import LOCK
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord, Report
+from pytest_fsdp_meta.worlds.leases import LockedFile
 from tests.conftest import CHECK, Project, errors
 from tests.docs.report_schema import report_schema
 
@@ -115,7 +117,7 @@ def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     assert report.complete
     assert report.exit_status == result.ret == 1
     assert report.header.command[0] == "pytest"
-    assert report.header.command[-2:] == ("--fsdp-report=out", "--junitxml=junit.xml")
+    assert report.header.command[-2:] == ("--fsdp-report=out", "--junitxml=...")
     assert {"torch", "pytest", "pytest-fsdp-meta", "python"} <= set(report.header.versions)
     assert (project.path / "out" / "index.html").stat().st_size > 10_000
     output = result.stdout.str()
@@ -251,6 +253,51 @@ def test_a_report_says_which_mistake_in_a_test_stopped_the_run(project: Project)
     assert written(project).stopped_by.startswith(
         "test_it.py::test_x: @fsdp_conformance: skip: there is no check 'nope'"
     )
+
+
+def test_values_that_may_be_secret_are_neither_stored_nor_printed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write(
+        "conftest.py",
+        """
+        def pytest_addoption(parser):
+            parser.addoption("--hf-token")
+            parser.addini("hf_key", "", default="")
+        """,
+    )
+    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): raise ValueError('no file')\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--hf-token SECRET -k x")
+    result = project.run(
+        "-n1", "--fsdp-report=out", "--junitxml=j.xml", "--hf-token=SECRET", "-ohf_key=SECRET", "test_it.py"
+    )
+    header = written(project).header
+    assert header.command[-6:] == (
+        *("-n1", "--fsdp-report=out", "--junitxml=...", "--hf-token=...", "-ohf_key=...", "test_it.py"),
+    )
+    assert header.settings == {"PYTEST_ADDOPTS": "--hf-token ... -k x"}
+    rerun = "python -m pytest 'test_it.py::test_x[no_meta_params]' -p no:cacheprovider -ohf_key=..."
+    assert f"rerun: {rerun}" in result.outlines
+    assert the(written(project).loaders[0], "no_meta_params").again == rerun
+    files = [path for path in project.path.rglob("*") if path.suffix in (".json", ".html", ".md", ".xml", ".svg")]
+    assert len(files) == 6
+    assert not [path for path in files if "SECRET" in path.read_text()]
+
+
+def test_a_report_that_another_run_writes_is_a_usage_error(project: Project) -> None:
+    project.write("test_it.py", "def test_x(): ...")
+    project.write("out/report.json", "theirs")
+    lock = LockedFile.attempt(project.path / "out" / LOCK)
+    assert lock is not None
+    assert errors(project.collect("--fsdp-report=out")) == [
+        f"--fsdp-report: another run of pytest is writing its report to {project.path / 'out'}; wait until it has "
+        "ended, or choose another folder"
+    ]
+    assert project.collect("--fsdp-report=out", "--collect-only").ret == 0, "it writes nothing"
+    assert (project.path / "out" / "report.json").read_text() == "theirs"
+    lock.release()  # as the system does for a run that is killed
+    for _ in range(2):
+        project.collect("--fsdp-report=out").assert_outcomes(passed=1)
 
 
 def test_a_foreign_page_is_not_overwritten(project: Project) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from pytest_fsdp_meta.plugin.settings import OPTIONS, Settings, read_settings
+from pytest_fsdp_meta.plugin.settings import OPTIONS, Settings, hide_values, read_settings
 from tests.conftest import CHECK, Project, errors
 
 LOADER = """
@@ -62,6 +63,27 @@ def test_options_that_a_rerun_command_repeats(pytester: pytest.Pytester) -> None
         *("-c", "other.ini", "-pno:cacheprovider", "--rootdir=."),
         *("--fsdp-world-size=2,4", "--fsdp-require-gpu"),
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "hidden"),
+    [
+        ("--hf-token=S tests/a.py", "--hf-token=... tests/a.py"),
+        ("--hf-token S tests/a.py --keys S S -xvs -- S", "--hf-token ... tests/a.py --keys ... ... -xvs -- ..."),
+        ("-TS -T S -vTS --pin -5", "-T... -T ... -v... --pin ..."),
+        ("--hf-token '--S S' --lf @S", "--hf-token ... --lf ..."),
+        ("-k 'a or b' -m slow -n2 -ra -p no:x -c my.ini", "-k 'a or b' -m slow -n2 -ra -p no:x -c my.ini"),
+        ("--fsdp-timeout 3 --fsdp-report=out --fsdp-token=S", "--fsdp-timeout 3 --fsdp-report=out --fsdp-token=..."),
+        (
+            "-o hf=S -ohf=S --override-ini=hf=S -vohf=S -vo hf=S",
+            "-o hf=... -ohf=... --override-ini=hf=... -v... -v... ...",
+        ),
+        ("-o fsdp_timeout=3 -o python_files=a.py -o hf=", "-o fsdp_timeout=3 -o python_files=a.py -o hf="),
+        ("-o 'addopts=-q --hf S'", "-o 'addopts=-q --hf ...'"),
+    ],
+)
+def test_values_of_unknown_options_are_hidden(typed: str, hidden: str) -> None:
+    assert shlex.join(hide_values(shlex.split(typed), ["tests/a.py"])) == hidden
 
 
 @pytest.mark.parametrize(

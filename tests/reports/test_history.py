@@ -17,6 +17,7 @@ from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
     Timeline,
     describe_history,
+    describe_moment,
     describe_results,
     describe_since,
     is_flaky,
@@ -276,6 +277,7 @@ def test_the_starts_of_findings_are_read_from_a_file(tmp_path):
 def test_a_commit_is_shortened_and_a_time_that_is_none_is_shown_as_it_is():
     commit = EarlierRun("no time", "0123456789abcdef+")
     assert describe_since(commit, CheckHistory("", commit)) == "broken since no time (012345678+)"
+    assert describe_moment(EarlierRun("0001-01-01T00:00:00+14:00")) == "0001-01-01T00:00:00+14:00"
 
 
 @pytest.mark.parametrize("name", HOSTILE)

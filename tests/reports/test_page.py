@@ -17,14 +17,14 @@ import pytest
 
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.evidence import MeshFacts
-from pytest_fsdp_meta.evidence.codec import to_plain
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, loss_chart
 from pytest_fsdp_meta.reports.page.checks import group_by_cause
 from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
-from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time, printable
+from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time
 from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
@@ -39,6 +39,7 @@ from pytest_fsdp_meta.reports.schema import (
     TensorRecord,
     Traffic,
 )
+from pytest_fsdp_meta.text import printable
 from tests.conftest import Project
 from tests.reports import report_factory as factory
 from tests.reports.report_factory import EMBEDDING, ROTARY, check, finding, header, loader, report, tensor, with_history
@@ -633,7 +634,7 @@ def test_the_page_is_rendered_again_from_the_report(tmp_path, capsys, name):
     given = EVERY[name]()
     assert main([str(written(tmp_path, given))]) is None
     assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
-    write_page(given, tmp_path / "at-once.html")
+    write_page(from_plain(Report, to_plain(given)), tmp_path / "at-once.html")  # whose texts are printable
     assert (tmp_path / "index.html").read_bytes() == (tmp_path / "at-once.html").read_bytes()
 
 
@@ -664,6 +665,21 @@ def test_a_file_that_is_not_a_report_is_refused_in_one_line(tmp_path):
     assert message('{"schema": 0}') == f"a report of schema 0, but this version reads schema 2; {again}"
     assert message('{"schema": 2}') == f"Report: 'header' is missing; {remedy}"
     assert "loaders[0].checks" in message(whole.replace('"status": "passed"', '"status": 7', 1))
+    sizes = {
+        "a world of 10000000, but at most 1024 ranks run, or 131072 are simulated": {"size": 10**7, "mesh": []},
+        "a world of 1025, but at most 1024 ranks run": {"size": 1025, "mesh": [["dp_shard", 1025]]},
+        "a world of -1, but": {"size": -1},
+        "the mesh dp_shard=4 does not make a world of 2": {"mesh": [["dp_shard", 4]]},
+        "the mesh a=-1 x b=-2 does not make a world of 2": {"mesh": [["a", -1], ["b", -2]]},
+        "ranks 0, 2 cannot be of a world of 2": {"simulated": [0, 2]},
+    }
+    for problem, world in sizes.items():
+        data = json.loads(whole)
+        data["loaders"][0]["world"] |= {"size": 2, "mesh": [["dp_shard", 2]]} | world
+        assert message(json.dumps(data)).startswith(f"Report.loaders[0].world: {problem}")
+    assert message(json.dumps(json.loads(whole) | {"exit_status": 10**30})).startswith(
+        "Report.exit_status: the number is too large"
+    )
     assert not (tmp_path / "index.html").exists()
     assert main([str(tmp_path / "none.json")]) == f"{tmp_path / 'none.json'}: No such file or directory"
     assert str(main([])).startswith("usage:")
@@ -705,7 +721,7 @@ def test_a_run_leaves_its_page(project: Project):
     assert [a["class"] for tag, a in parsed.elements if tag == "path" and a.get("class") == "f-unsharded"]
     assert main([str(path.with_name("report.json"))]) is None
     assert path.read_bytes() == page
-    assert not list(path.parent.glob(".*"))  # no temporary file
+    assert [one.name for one in path.parent.glob(".*")] == [".lock"], "no temporary file"
     assert result.ret == 1
 
 

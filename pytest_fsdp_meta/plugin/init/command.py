@@ -21,7 +21,7 @@ from pytest_fsdp_meta.plugin.init.render import TestFile
 from pytest_fsdp_meta.plugin.named_loader import find_function
 from pytest_fsdp_meta.plugin.option_values import parse_loader
 from pytest_fsdp_meta.plugin.settings import read_settings
-from pytest_fsdp_meta.text import counted, escape_controls
+from pytest_fsdp_meta.text import LINES, counted, printable
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
 
 OPTION = "--fsdp-init"
@@ -46,11 +46,11 @@ def run(config: pytest.Config) -> int | None:
     except ValueError as error:
         expected = "expected MODULE:FUNCTION, such as mypkg.loading:load"
         message = f"{OPTION}={name}: {str(error) or f'invalid value ({expected})'}"
-        raise pytest.UsageError(escape_controls(message)) from None
+        raise pytest.UsageError(printable(message)) from None
     except KeyboardInterrupt:
         print(f"{OPTION}: interrupted; no file was written", file=sys.stderr)
         return pytest.ExitCode.INTERRUPTED
-    print(escape_controls(text))
+    print(printable(text, LINES))
     return 0
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from pytest_fsdp_meta.checks.simulation.observe.load import limit_memory
 from pytest_fsdp_meta.plugin.init.layout import literal
 from pytest_fsdp_meta.plugin.init.pretrained import Transformers, describe_model, is_model_class, plain, unknown_type
-from pytest_fsdp_meta.plugin.init.recording import EMPTY, Attempt, Missing, Number, Part, hints_of, number_for, part_of
+from pytest_fsdp_meta.plugin.init.recording import EMPTY, Attempt, Missing, Number, Part, hints_of, part_of
 from pytest_fsdp_meta.plugin.init.values import OTHER_MESHES
 from pytest_fsdp_meta.plugin.init.watching import INDEX, Built, OwnGroup, Refused, Retry, Watch
 from pytest_fsdp_meta.plugin.named_loader import find_function
@@ -56,8 +56,6 @@ class Model:
     vocabulary: int
     """The rows of its first embedding; 0 if it has none."""
     parameters: int
-    is_whole: bool
-    """Whether it was built, and not on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,6 @@ class Seen:
     backend: str = ""
     model: Model | None = None
     weights: Weights | None = None
-    config_file: Part | None = None
-    """What it reads of a JSON file in the folder of the checkpoint."""
-    seed: str = ""
     transformers: Transformers | None = None
 
     @property
@@ -139,8 +134,6 @@ class Probe:
         self._watch = watch
         self._parts = parameters_of(function)
         self._is_file = False
-        self._guessed: Part | None = None
-        self._last_error = ""
 
     def run(self) -> Seen:
         returned, failure, error = None, None, ""
@@ -211,10 +204,10 @@ class Probe:
         if left_out and isinstance(failure, (TypeError, AttributeError)):  # of a nested config
             left_out[0].is_kept = False
             return True
-        return self._guess(f"{type(failure).__name__}: {text}")
+        return False
 
     def _all(self) -> list[Part]:
-        return [part for one in (*self._parts, self._watch.config) for part in one.walk()]
+        return [part for one in self._parts for part in one.walk()]
 
     def _change(self, is_meant: Callable[[Part], bool], expression: str) -> bool:
         meant = [part for part in self._all() if is_meant(part)]
@@ -251,19 +244,6 @@ class Probe:
             part.expression = f"str({file})" if part.expression.startswith("str(") else file
         return bool(paths)
 
-    def _guess(self, error: str) -> bool:
-        """Try a number for a part whose use was not seen; take it back if the loader fails as it did before."""
-        if self._guessed is not None and error == self._last_error:
-            self._guessed.expression = ""
-        self._last_error = error
-        unknown = [part for part in self._watch.attempt.unknown if not part.parts and not part.is_guessed]
-        self._guessed = unknown[-1] if unknown else None
-        if self._guessed is None:
-            return False
-        self._guessed.is_guessed = True
-        self._guessed.expression = number_for(self._guessed.name)
-        return True
-
     def _describe(self, returned: Any, error: str) -> Seen:
         watch, kinds = self._watch, [returned] if not isinstance(returned, tuple) else list(returned)
         model = next((one for one in kinds if isinstance(one, nn.Module)), None)
@@ -271,7 +251,6 @@ class Probe:
         transformers = None
         if built is not None and is_model_class(built.kind):
             transformers = describe_model(built.module, built.kind, self._name.rpartition(":")[2])
-        read = watch.config if watch.config.parts else None
         return replace(
             fallback(self._parts, error),
             returned=tuple(map(_part_of, returned)) if isinstance(returned, tuple) else (),
@@ -280,8 +259,6 @@ class Probe:
             backend=watch.group[1],
             model=self._model(built) if built is not None and transformers is None else None,
             weights=self._weights(),
-            config_file=read,
-            seed=watch.seed,
             transformers=transformers,
         )
 
@@ -307,7 +284,6 @@ class Probe:
             forward=tuple(one.name for one in taken if one.default is one.empty and one.kind is positional),
             vocabulary=0 if embedding is None else int(embedding.num_embeddings),
             parameters=built.size,
-            is_whole=not self._watch.on_meta,
         )
 
     def _call_of(self, built: Built, needs: list[tuple[str, str]]) -> str:

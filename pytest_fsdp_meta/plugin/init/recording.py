@@ -45,8 +45,6 @@ class Part:
     """Whether the loader or its class has a default, which stays."""
     is_fitted: bool = False
     """Whether the value is that of a tiny transformers config."""
-    is_guessed: bool = False
-    """Whether no use of it was seen, and a number was tried."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what another process may not be able to import."""
@@ -153,8 +151,6 @@ class Attempt:
     """One call of the loader: the values that exist in it, and what was passed."""
 
     names: dict[str, Any]
-    unknown: list[Part] = field(default_factory=list)
-    """Parts whose use is still to be seen, in the order in which they were passed."""
     made: dict[int, Part] = field(default_factory=dict)
     """Which part an object of a config class is, by its id."""
     unpacked: Part | None = None
@@ -176,8 +172,6 @@ class Attempt:
             value = part.kind(**given)
             self.made[id(value)] = part
             return value
-        if not part.parts:
-            self.unknown.append(part)
         return Recorder(part, self)
 
     def settle(self, part: Part, expression: str) -> Any:

@@ -161,12 +161,10 @@ class TestFile:
         if built is None:
             return False  # the test has a todo for it
         before, made = built
-        seeded = [f"torch.manual_seed({seen.seed})"] if seen.seed and seen.weights is None else []
-        self._imports |= {("torch", "")} if seeded else set()
         load = [f"model = {made}", *self._load(), "return model"] if seen.weights else [f"return {made}"]
         doc = "Return the same model on one device, which the loaded one must equal."
         head = f"def build_unsharded({'folder' * self._needs_folder()}):"
-        self._functions.append(function(head, doc, [*before, *seeded, *load]))
+        self._functions.append(function(head, doc, [*before, *load]))
         return True
 
     def _load(self) -> list[str]:
@@ -198,8 +196,7 @@ class TestFile:
             make = 'folder = tmp_path_factory.mktemp("checkpoint")'
             self._imports.add(("torch", ""))
             build = [make, "torch.manual_seed(0)", *built[0]]
-            body = [*self._refuse_large(), *build, *self._save(built[1]), *self._save_config()]
-            body.append("return folder")
+            body = [*self._refuse_large(), *build, *self._save(built[1]), "return folder"]
         self._write_fixture(f"Return a folder with small weights for {self._attribute}.", body)
         return True
 
@@ -227,15 +224,6 @@ class TestFile:
             'text = json.dumps({"metadata": {}, "weight_map": index})',
             f'(folder / "{name}").write_text(text)',
         ]
-
-    def _save_config(self) -> list[str]:
-        """Return the lines that write the JSON file that the loader reads beside the weights."""
-        part = self._seen.config_file
-        if part is None:
-            return []
-        self._imports.add(("json", ""))
-        value = self._value(part, 4)
-        return [f"config = {value[0]}", *value[1:], f'(folder / "{part.name}").write_text(json.dumps(config))']
 
     def _write_tiny_checkpoint(self, kind: Transformers) -> None:
         self._imports.add(("pytest_fsdp_meta.transformers", "tiny_checkpoint"))
@@ -309,10 +297,9 @@ class TestFile:
         if seen.model is not None:
             build = "lambda: build_unsharded(checkpoint)" if self._needs_folder() else "build_unsharded"
             lines.append(f"reference={build if self._has_reference else 'reference'},")
-            if seen.weights is None and not seen.seed:
-                lines.append('drawn="*",  # it opened no file of weights, so they are random')
-            if seen.model.is_whole:
-                lines.append("whole_while_loading=True,  # no parameter was on the meta device")
+            if seen.weights is None:
+                what = f'"*" if {self._attribute} draws all weights, as it opened no file of weights; if it loads them,'
+                lines += self._todo("drawn=", f"{what} delete this line and let the reference load them", ",", 8)
         else:
             what = "reference=lambda: ..., a function that builds the same model on one device; without it, names"
             lines += comment(f"Optional: {what}, shapes and values are not compared")

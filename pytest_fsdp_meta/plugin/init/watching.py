@@ -30,7 +30,6 @@ MAX_PARAMETERS = 8_000_000
 """Of a model that a test builds, and of the files that the loader finds."""
 MAX_BUILT = 4 * MAX_PARAMETERS
 """Of all modules in one call, which a loader may replace while it builds."""
-MARK = "what --fsdp-init asks for"
 
 
 class Retry(Exception):
@@ -77,19 +76,14 @@ class Watch:
     """The names of files of weights that were opened, and the libraries that read them."""
     opened_folder: str = ""
     """The library that opened the folder itself: the argument is a file."""
-    config: Part = field(default_factory=lambda: Part("config.json", "config"))
-    """What is read of the JSON file beside the weights."""
     group: tuple[str, str] = ("", "")
     """Where the loader calls ``init_process_group``, and with which backend."""
-    seed: str = ""
     is_pretrained: bool = False
     """Whether transformers reads a checkpoint."""
     is_serving: bool = False
     elements: int = 0
     """Elements of parameters that were made in memory in the running call."""
     sees_transformers: bool = False
-    on_meta: bool = False
-    """Whether a parameter was made on the meta device."""
 
     @property
     def root(self) -> Built | None:
@@ -109,8 +103,6 @@ class Watch:
                 self._replace(importlib.import_module(name), "safe_open", self._safe_open)
         for module in (dist, dist.distributed_c10d):
             self._replace(module, "init_process_group", self._init_group)
-        self._replace(torch, "manual_seed", self._seed)
-        self._replace(json, "loads", self._loads)
         self._replace(nn.Module, "register_parameter", self._register)
         self._replace(nn.Module, "_apply", self._apply)
         nn.Module.__new__ = self._build
@@ -135,7 +127,7 @@ class Watch:
     def begin(self, names: dict[str, Any]) -> None:
         """Forget the last call, and empty the folder."""
         self.attempt, self.built, self.files = Attempt(names), [], {}
-        self.opened_folder, self.is_pretrained, self.on_meta, self.elements = "", False, False, 0
+        self.opened_folder, self.is_pretrained, self.elements = "", False, 0
         self.is_serving = True
         shutil.rmtree(self.folder)
         self.folder.mkdir()
@@ -192,14 +184,9 @@ class Watch:
                 self.files[name] = library
             if name.endswith(INDEX):
                 self.files[name] = "safetensors"
-            if path.exists() or not (self.built or name.endswith(".json")):
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if library or name.endswith(INDEX):
+            if self.built and (library or name.endswith(INDEX)) and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
                 self._write_weights(path, library)
-            elif name.endswith(".json") and not self.is_pretrained:
-                self.config.name = name
-                path.write_text(json.dumps({MARK: name}))
         finally:
             self.is_serving = False
 
@@ -226,10 +213,6 @@ class Watch:
 
             save_file(zeros, path)
 
-    def _loads(self, real: Any, *args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        return Recorder(self.config, self.attempt) if isinstance(found, dict) and MARK in found else found
-
     def _init_group(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         frame = inspect.stack()[2]
         if not self.group[0] and torch.distributed.is_initialized():
@@ -238,10 +221,6 @@ class Watch:
             raise OwnGroup
         return real(*args, **kwargs)
 
-    def _seed(self, real: Any, seed: int) -> Any:
-        self.seed = str(int(seed))
-        return real(int(seed))
-
     def _build(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
         self._unpack(kind, args, kwargs)
         module = object.__new__(kind)
@@ -249,7 +228,6 @@ class Watch:
         return module
 
     def _register(self, real: Any, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        self.on_meta = self.on_meta or (parameter is not None and parameter.is_meta)
         if parameter is not None and not parameter.is_meta:
             self.elements += parameter.numel()
             if self.elements > MAX_BUILT:

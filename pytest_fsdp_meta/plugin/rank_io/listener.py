@@ -12,7 +12,7 @@ import pytest
 
 from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender
 from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
-from pytest_fsdp_meta.text import escape_controls, first_line, name_ranks
+from pytest_fsdp_meta.text import LINES, first_line, name_ranks, printable
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
@@ -148,7 +148,7 @@ class RankListener(Listener):
         """Add what each rank wrote, as (rank, text), as a section of the item's report, unless it was shown live."""
         for rank, text in outputs:
             if text.strip() and not self.live:
-                item.add_report_section(when, f"rank {rank}", escape_controls(text, keep="\r"))  # of progress bars
+                item.add_report_section(when, f"rank {rank}", printable(text, f"{LINES}\r"))  # of progress bars
 
     def on_wait(self, world: ObservedWorld, doing: str) -> None:
         self._doing = doing
@@ -156,7 +156,7 @@ class RankListener(Listener):
 
     def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
         name = name_rank(world, rank)
-        text = "".join(f"[{name}] {escape_controls(line)}\n" for line in lines)
+        text = "".join(f"[{name}] {printable(line, LINES)}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):
             text = f"\n{text}"  # pytest has written the item's name in this line
         self._at_line_start = True

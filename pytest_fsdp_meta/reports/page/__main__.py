@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> str | None:
         write_page(report, target, comparison)
     except OSError as error:
         return f"{target}: {error.strerror or error}"
-    except (ArithmeticError, ValueError, LookupError, TypeError) as error:  # an edited file may hold impossible numbers
-        return f"{source}: the report cannot be drawn: {error}"
+    except (ArithmeticError, ValueError, LookupError, TypeError, MemoryError) as error:  # an edited file's numbers
+        return f"{source}: the report cannot be drawn: {error or 'not enough memory'}"
     print(target)
     return None
 

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
-from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import LINES, counted, first_of, fold_names, name_ranks, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -90,7 +90,7 @@ def _environment() -> Environment:
 
     def escape_control(value: Any) -> Any:
         # Not isinstance(value, Markup): pytester drops modules from sys.modules, so templates may have another Markup.
-        return value if hasattr(value, "__html__") or not isinstance(value, str) else printable(value)
+        return value if hasattr(value, "__html__") or not isinstance(value, str) else printable(value, LINES)
 
     environment = Environment(
         loader=FunctionLoader(lambda name: _read(f"templates/{name}")),
@@ -173,13 +173,6 @@ def _hash(text: str) -> str:
 def _embedded(data: Any) -> str:
     """Return JSON for a script element, which only ``<`` could end: it is escaped."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters and changes of text direction escaped; line breaks stay."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def describe_duration(seconds: float) -> str:
