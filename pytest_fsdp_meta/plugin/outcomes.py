@@ -37,7 +37,7 @@ DECIDING_OUTCOMES = {"setup": ("failed", "skipped"), "call": ("passed", "failed"
 
 @dataclass(frozen=True)
 class FailureLine:
-    """A failure in one line, for ``--tb=line``, pytest's short summary and annotations of CI.
+    """A failure in one line, for ``--tb=line``, pytest's short summary and plugins that annotate.
 
     pytest takes these from where an exception was raised in its own process, which is a line of this plugin.
     ``subject`` is what failed; pytest's summary has it in the node id. ``place`` is "path:line" in the user's code; ""

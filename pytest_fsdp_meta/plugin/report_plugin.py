@@ -5,7 +5,6 @@ It runs in the process that pytest was started in; under xdist the workers do no
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
@@ -25,7 +24,6 @@ from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing, settings_elsewhere
-from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
@@ -33,7 +31,7 @@ from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header,
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 
-EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+SUMMARY = "summary.md"
 
 
 def register(config: pytest.Config, session: PluginSession) -> None:
@@ -80,8 +78,6 @@ class ReportPlugin:
         self._any_test_reported = False
         self._not_collected = ""
         """The first error of collection."""
-        self._locations: dict[str, Location] = {}
-        """Node id -> the line of an item that has reported."""
 
     @property
     def _catalogue(self) -> Catalogue:
@@ -108,7 +104,7 @@ class ReportPlugin:
         Stored evidence goes as well, unless this run judges it.
         """
         assert self._writer is not None
-        self._writer.clear((PAGE, *EXTRA_FILES))
+        self._writer.clear((PAGE, SUMMARY))
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
             store.clear_evidence(folder)
@@ -165,10 +161,8 @@ class ReportPlugin:
             in_record = context.check.status in FAILED
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
             self._records.add(replace(context, key=context.key + worker, loader=context.loader + worker))
-            self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
-            self._locate(nodeid, report)
         elif report.when == "call" or (report.when == "setup" and not report.passed):
             self._records.forget_loader(nodeid)
             self._others_passed |= report.passed
@@ -176,14 +170,6 @@ class ReportPlugin:
         self._has_news |= context is not None
         if self._is_started and self._writer is not None and self._writer.is_due:
             self._write_news()
-
-    def _locate(self, nodeid: str, report: pytest.TestReport) -> None:
-        """Remember the line of an item, relative to the repository of a GitHub workflow."""
-        file, line, _ = report.location
-        path = Path(os.path.abspath(self._config.rootpath / file))
-        workspace = os.environ.get("GITHUB_WORKSPACE", "")
-        inside = bool(workspace) and path.is_relative_to(workspace)
-        self._locations[nodeid] = Location(path.relative_to(workspace).as_posix() if inside else file, (line or 0) + 1)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Write the report before an ordinary test, which may take long or end the process."""
@@ -241,9 +227,6 @@ class ReportPlugin:
             terminalreporter.write_sep("=", "fsdp conformance, compared")
             for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
-                terminalreporter.write_line(command)
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:

@@ -174,8 +174,7 @@ OPTIONS = (
     ),
     Option(
         "report",
-        "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
-        "earlier run",
+        "write report.json, the page index.html and summary.md into this folder, replacing those of an earlier run",
         option_values.parse_new_folder,
         "expected a writable folder, or one that can be created",
         "DIR",
@@ -219,7 +218,6 @@ GONE = {
     "--fsdp-ray-address": "set the environment variable RAY_ADDRESS",
     "--fsdp-localise": "the first step that departs is traced without an option",
     "--fsdp-keep-evidence": "evidence is kept beside every report: --fsdp-report=DIR",
-    "--fsdp-annotate": "failed loaders are annotated in GitHub Actions, and nowhere else",
 }
 """Option that there was -> what to do instead."""
 EARLIER_RUN = "an earlier run: --fsdp-compare=OLD/report.json"

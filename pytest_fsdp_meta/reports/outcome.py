@@ -1,4 +1,4 @@
-"""How a run ended, in one line and in one state, which terminal, page, summary and badge share."""
+"""How a run ended, in one line and in one state, which terminal, page and summary share."""
 
 from __future__ import annotations
 

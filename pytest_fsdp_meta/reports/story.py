@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Story:
-    """Failures with one cause, in any number of loaders: what terminal, page, summary and annotations show of them."""
+    """Failures with one cause, in any number of loaders: what terminal, page and summary show of them."""
 
     number: int
     kind: str

@@ -11,7 +11,6 @@ from markdown_it import MarkdownIt
 
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import to_plain
-from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
@@ -169,9 +168,7 @@ def test_a_world_that_vanished_is_missing():
 
 def test_a_run_without_a_loader_that_it_needs_is_red_everywhere():
     gone = report(loader(), missing=("t.py::old",), exit_status=1)
-    assert badge(gone)["message"] == f"1 loader missing, {len(CATALOGUE)} passed"
-    assert badge(gone)["color"] == "red"
-    assert summarise_run(gone).startswith("### ❌")
+    assert summarise_run(gone).startswith(f"### ❌ fsdp conformance: 1 loader missing, {len(CATALOGUE)} passed\n")
     assert build_view(gone).verdict[:2] == ("failed", "1 loader missing")
     both = report(loader(checks={CHECK: check(CHECK, "failed")}), missing=("t.py::old", "t.py::older"), exit_status=1)
     assert build_view(both).verdict[1] == "1 check failed, 2 loaders missing"
@@ -362,31 +359,6 @@ def test_the_summary_of_a_good_run_and_of_one_cut_off():
     assert "no comparison: &#124; &#60;b&#62;" in cut
 
 
-@pytest.mark.parametrize(
-    ("made", "message", "color"),
-    [
-        (run(), f"{len(CATALOGUE)} passed", "brightgreen"),
-        (run(check(CHECK, "failed")), f"1 check failed, {len(CATALOGUE) - 1} passed", "red"),
-        (run(complete=False), f"incomplete, {len(CATALOGUE)} passed", "lightgrey"),
-        (report(loaders=()), "nothing judged", "lightgrey"),
-    ],
-    ids=["passed", "failed", "cut off", "empty"],
-)
-def test_the_badge(made, message, color):
-    assert badge(made) == {
-        "schemaVersion": 1,
-        "label": "fsdp conformance",
-        "message": message,
-        "color": color,
-        "isError": color == "red",
-    }
-    assert json.loads(badge_json(made)) == badge(made)
-    picture = ElementTree.fromstring(badge_svg(made))
-    assert picture.findtext("{*}title") == f"fsdp conformance: {message}"
-    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")] == ["fsdp conformance", message]
-    assert picture.find("{*}path").get("fill") == COLORS[color]
-
-
 LOADERS = """
 @fsdp_conformance(only=["no_meta_params", "params_equal_reference", "requires_grad_matches_reference"])
 def test_one(fsdp):
@@ -436,9 +408,8 @@ def test_nightly_runs_compared_one_after_another(project: Project) -> None:
     assert "fixed: 2" in compared(fixed)
     folder = project.path / "report"
     assert "2 fixed since" in (folder / "summary.md").read_text()
-    assert json.loads((folder / "badge.json").read_text())["message"] == "passes: 3 passed"
     assert json.loads((folder / "report.json").read_text())["exit_status"] == 0
-    assert "3 passed" in (folder / "badge.svg").read_text()
+    assert "fsdp conformance passes: 3 passed" in (folder / "summary.md").read_text()
 
 
 def test_a_report_of_an_unknown_schema_is_reported_and_excuses_no_failure(project: Project) -> None:
