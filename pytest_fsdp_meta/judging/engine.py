@@ -18,6 +18,7 @@ from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
     Blocked,
+    Differs,
     NotDeclared,
     Noted,
     NotJudged,
@@ -71,8 +72,9 @@ class Verdict:
     that reports recognise a finding about all of them. ``ties`` has the names that are one parameter on all ranks.
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
-    release of torch), "not applicable" (the model has nothing of the kind), or "partly checked" (something could not be
-    judged, and the rest passed). ``missing_field`` is the field, if a single one is missing.
+    release of torch), "not applicable" (the model has nothing of the kind), "partly checked" (something could not be
+    judged, and the rest passed), or "differs" (a measured difference is beyond its limit, and is not judged).
+    ``missing_field`` is the field, if a single one is missing.
     """
 
     check: Check
@@ -170,6 +172,8 @@ def _not_judged(check: Check, error: NotJudged, view: View) -> Verdict:
     if isinstance(error, NotDeclared):
         why = KINDS["undeclared"]
         missing = error.field if error.field not in view.evidence.subject.declared else ""
+    elif isinstance(error, Differs):  # not "depends on": what was measured must not wait for a fix of other tensors
+        reason, why = f"{error}; {describe_left_out(view.left_out)}" if view.left_out else reason, "differs"
     elif isinstance(error, PartlyJudged) and view.left_out:
         reason, why = f"{describe_left_out(view.left_out)}; {error}; {REST_PASSED}", KINDS["blocked"]
     elif isinstance(error, PartlyJudged):

@@ -50,6 +50,10 @@ class PartlyJudged(NotJudged):
     """Raised if a part could not be judged, for the reason in the message; findings yielded before remain valid."""
 
 
+class Differs(NotJudged):
+    """Raised if a difference was measured, is beyond its limit, and is not judged for the reason in the message."""
+
+
 class Noted(Exception):
     """Raised if nothing is wrong: the check passes, with the message as its reason."""
 

@@ -230,9 +230,8 @@ class ReportPlugin:
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
-            verbosity, reasons = self._config.get_verbosity(), "s" in terminalreporter.reportchars
             is_shown = self._config.getoption("tbstyle", "auto") not in ("no", "line")
-            for line, markup in describe_totals(self.loaders, verbosity, reasons, is_shown):
+            for line, markup in describe_totals(self.loaders, self._config.get_verbosity(), is_shown):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)

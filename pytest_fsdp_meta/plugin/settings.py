@@ -46,6 +46,7 @@ class Settings:
     compare: tuple[str, ...] = ()
     fail_on: str = "failure"
     allow_missing: tuple[str, ...] = ()
+    strict: bool = False
     given: tuple[str, ...] = ()
 
 
@@ -193,8 +194,8 @@ OPTIONS = (
     Option(
         "fail-on",
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
-        "failures that the earlier run did not have, and missing loaders) or any (every failure, missing loaders, "
-        "slower loads, drifting losses and checks that no longer run)",
+        "failures and differences that the earlier run did not have, and missing loaders) or any (every failure, new "
+        "differences, missing loaders, slower loads, drifting losses and checks that no longer run)",
         option_values.one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",
@@ -208,6 +209,14 @@ OPTIONS = (
         "choose true or false, or node ids such as tests/test_old.py::*",
         "",
         repeated=False,
+    ),
+    Option(
+        "strict",
+        "fail checks that differ (a measured difference is beyond its limit, and not judged for a reason that is "
+        "given) or are only partly checked",
+        option_values.parse_switch,
+        "choose true or false",
+        "",
     ),
 )
 

@@ -19,7 +19,7 @@ from tests.conftest import Project, errors
 from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, raised, report
 
 CHECK = "no_meta_params"
-CHANGES = ("failures", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
+CHANGES = ("failures", "differing", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
 KINDS = (*(status for status in STATUSES if status != "skipped"), *SKIPS)
 
 
@@ -31,6 +31,7 @@ FAILS = {
     "no_longer_judged": ["any"],
     "known": ["failure", "any"],
     "failures": ["failure", "regression", "any"],
+    "differing": ["regression", "any"],
 }
 """The kind of a change -> the values of --fsdp-fail-on for which it fails the run, as a check that was not run does."""
 
@@ -72,6 +73,15 @@ def changes(comparison):
         ("passed", "depends on a failed check", "dependent"),
         ("not declared", "passed", ""),
         ("by the test", "not applicable", ""),
+        ("passed", "differs", "differing"),
+        ("not run", "differs", "differing"),
+        ("differs", "differs", ""),
+        ("differs", "passed", "fixed"),
+        ("differs", "failed", "failures"),
+        ("differs", "xfailed", "expected"),
+        ("differs", "not declared", "no_longer_judged"),
+        ("failed", "differs", "no_longer_judged"),
+        ("xfailed", "differs", "no_longer_judged"),
     ],
 )
 def test_the_change_of_one_check(before, now, kind):
@@ -88,7 +98,7 @@ def test_every_failure_is_new_known_or_changed_and_nothing_else_is(before, now):
     found = changes(compare(run(check(CHECK, before)), run(check(CHECK, now))))
     assert len(found) <= 1
     assert bool({"failures", "known", "changed"} & set(found)) == (now in FAILED)
-    assert ("fixed" in found) == (before in (*FAILED, "xfailed") and now in PASSED)
+    assert ("fixed" in found) == (before in (*FAILED, "xfailed", "differs") and now in PASSED)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +118,11 @@ def test_a_known_failure_has_the_same_findings_apart_from_numbers(before, now, k
     assert changes(comparison) == {kind: [CHECK]}
 
 
-def test_a_known_error_has_the_same_reason_apart_from_numbers():
+@pytest.mark.parametrize("status", ["error", "failed"])
+def test_a_known_error_has_the_same_reason_apart_from_numbers(status):
+    """So has a check that --fsdp-strict fails, without findings."""
     one, same, other = (
-        run(check(CHECK, "error", reason=reason)) for reason in ("rank 1 hung, 30 s", "rank 0 hung, 31 s", "killed")
+        run(check(CHECK, status, reason=reason)) for reason in ("rank 1 hung, 30 s", "rank 0 hung, 31 s", "killed")
     )
     assert changes(compare(one, same)) == {"known": [CHECK]}
     assert changes(compare(one, other)) == {"failures": [CHECK]}
@@ -294,7 +306,7 @@ def test_names_are_escaped_in_markdown(name):
     html = rendered(page)
     tags = {one.tag for one in html.iter()}
     assert tags <= {"page", "h3", "table", "thead", "tbody", "tr", "th", "td", "p", "strong", "ul", "li"}
-    assert len(html.findall(".//tbody/tr/td")) == 9, "one row of nine cells"
+    assert len(html.findall(".//tbody/tr/td")) == 10, "one row of ten cells"
     assert "@" not in page
     assert "://" not in page
     for _, _, lines in describe_comparison(compare(before, now)):

@@ -19,6 +19,7 @@ from tests.reports.report_factory import CATALOGUE, check, finding, loader, repo
 CHECK = "no_meta_params"
 GOOD = report(loader())
 FAILED = report(loader(checks={CHECK: check(CHECK, "failed", [finding("a")])}))
+DIFFERS = check(CHECK, "differs", reason="0.065 apart, with a limit of 0.001")
 PASSED = f"{len(CATALOGUE)} passed"
 
 
@@ -37,6 +38,9 @@ def one(record: CheckRecord) -> Report:
         (report(loader(), loader("t.py::old")), FAILED, "any", "fails: 1 check failed, 1 loader missing"),
         (GOOD, one(check(CHECK, "not run")), "regression", "fails: 1 not run"),
         (GOOD, one(check(CHECK, "not declared")), "any", "fails: 1 no longer judged"),
+        (GOOD, one(DIFFERS), "regression", "fails: 1 new difference"),
+        (GOOD, one(DIFFERS), "any", "fails: 1 new difference"),
+        (one(DIFFERS), one(DIFFERS), "any", f"passes: {len(CATALOGUE) - 1} passed, 1 differs"),
         (None, FAILED, "regression", "fails: 1 check failed"),
         (None, GOOD, "regression", f"passes: {PASSED}"),
     ],
@@ -62,6 +66,7 @@ def test_other_tests_and_missing_loaders_that_are_allowed_are_named():
         (FAILED, Outcome(True, "1 known failure", "regression"), "known", "🟡"),
         (GOOD, Outcome(False, "1 loader missing", "regression"), "failed", "❌"),
         (GOOD, Outcome(True, PASSED, "any"), "passed", "✅"),
+        (report(loader(checks={CHECK: DIFFERS})), Outcome(True, "1 differs", "any"), "differs", "🟡"),
     ],
 )
 def test_page_and_summary_have_the_line_and_its_colour(made, outcome, state, sign):

@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
-from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_unchecked
+from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_by_reason
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -37,6 +37,7 @@ from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
     "passed": "✓",
+    "differs": "Δ",
     "partly checked": "◐",
     "failed": "✕",
     "error": "!",
@@ -262,7 +263,12 @@ class PageView:
     @property
     def unchecked(self) -> list[Unchecked]:
         """What could be checked in addition."""
-        return group_unchecked(loader.checks.values() for loader in self.loaders)
+        return group_by_reason(loader.checks.values() for loader in self.loaders)
+
+    @property
+    def differing(self) -> list[Unchecked]:
+        """What is beyond its limit, and is not judged."""
+        return group_by_reason((loader.checks.values() for loader in self.loaders), ("differs",))
 
     @property
     def _only_failing(self) -> str:
@@ -275,7 +281,7 @@ class PageView:
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(state: "incomplete", "failed", "known", "empty" or "passed"; the headline; what it is about)."""
+        """(state: "incomplete", "failed", "known", "empty", "differs" or "passed"; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
         failures = describe_failures(self.report.loaders, len(self.report.missing))
@@ -296,6 +302,9 @@ class PageView:
             return "failed", failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
+        if differing := counts["differs"]:
+            verb = "differs" if differing == 1 else "differ"
+            return "differs", f"{counted(differing, 'check')} {verb}, no check failed", f"{loaders} · {account}"
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
         return "passed", f"All judged checks passed{but}", f"{loaders} · {account}"
