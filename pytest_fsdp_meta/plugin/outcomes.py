@@ -117,7 +117,7 @@ def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], 
     """Return the outcome of an item with this verdict; if ``strict``, the ``UNSETTLED`` have failed."""
     message = verdict.reason
     if strict and verdict.why in UNSETTLED:
-        reason = f"{verdict.why}, which --fsdp-strict does not accept: {verdict.reason}"
+        reason = f"{verdict.why}: {verdict.reason} (a failure with --fsdp-strict)"
         return Outcome("failed", describe_error(verdict.check.id, reason, "", rerun_command()), verdict, reason)
     if verdict.status == "failed":
         message = describe_failure(verdict, str(world), rerun_command())

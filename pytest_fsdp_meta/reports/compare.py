@@ -221,7 +221,7 @@ def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
 
 
 def _is_reason(check: CheckRecord) -> bool:
-    """Return whether the failure is its reason: an error, or what ``--fsdp-strict`` does not accept."""
+    """Return whether the failure is its reason: an error, or a failure without findings, as with ``--fsdp-strict``."""
     return check.status == "error" or (check.status == "failed" and not check.findings)
 
 
