@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
-from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_by_reason
+from pytest_fsdp_meta.reports.page.unchecked import UNCHECKED, Unchecked, group_by_reason
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -189,7 +189,7 @@ class PageView:
 
     report: Report
     loaders: tuple[LoaderView, ...]
-    """Those with failures first."""
+    """Those with failures first, then those with checks that differ."""
     families: tuple[tuple[str, tuple[CatalogueRecord, ...]], ...]
     """The columns of the matrix."""
     names: Mapping[str, int]
@@ -263,12 +263,15 @@ class PageView:
     @property
     def unchecked(self) -> list[Unchecked]:
         """What could be checked in addition."""
-        return group_by_reason(loader.checks.values() for loader in self.loaders)
+        return self._grouped(UNCHECKED)
 
     @property
     def differing(self) -> list[Unchecked]:
         """What is beyond its limit, and is not judged."""
-        return group_by_reason((loader.checks.values() for loader in self.loaders), ("differs",))
+        return self._grouped(("differs",))
+
+    def _grouped(self, kinds: Sequence[str]) -> list[Unchecked]:
+        return group_by_reason(((loader.short, loader.checks.values()) for loader in self.loaders), kinds)
 
     @property
     def _only_failing(self) -> str:
@@ -344,9 +347,11 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
     titles = [f"{record.loader}, {record.world}" if many else record.loader for record in report.loaders]
     start = _shared_start(titles)
     few = len(report.loaders) <= MOST_EXPANDED
-    in_order = sorted(
-        zip(report.loaders, titles, strict=True), key=lambda pair: _needs_attention(pair[0]), reverse=True
-    )
+
+    def rank(pair: tuple[LoaderRecord, str]) -> tuple[bool, bool]:
+        return _needs_attention(pair[0]), count_kinds([pair[0]])["differs"] > 0
+
+    in_order = sorted(zip(report.loaders, titles, strict=True), key=rank, reverse=True)
     for number, (record, title) in enumerate(in_order, 1):
         yield LoaderView(
             number=number,
