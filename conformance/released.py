@@ -37,7 +37,7 @@ PAGES = {"lightning": "fabric"}
 """The page of a system, where it has another name."""
 FOUND = "what-was-found-in-a-released-version"
 """The section of a system's page with its findings."""
-CHECKED = ("passed", "partly checked", "failed", "xfailed", "xpassed", "error")
+CHECKED = ("passed", "differs", "partly checked", "failed", "xfailed", "xpassed", "error")
 
 
 @dataclass(frozen=True)

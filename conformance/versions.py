@@ -80,10 +80,9 @@ print(json.dumps({{"Python": platform.python_version(), "torch": torch, **versio
 """
 CAUGHT = "no_uninitialized_memory"
 """The check that fails for README's broken loader."""
-DROPPED = {"GITHUB_ACTIONS", "PIP_EXTRA_INDEX_URL", "PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE"}
-"""Variables that commands do not inherit. In GitHub Actions the plugin annotates failures, and README's broken example
-has one. With an index of builds for CPUs, pip would not install what users get. Without bytecode each interpreter
-compiles all of torch again, for pip does not compile it either."""
+DROPPED = {"PIP_EXTRA_INDEX_URL", "PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE"}
+"""Variables that commands do not inherit. With an index of builds for CPUs, pip would not install what users get.
+Without bytecode each interpreter compiles all of torch again, for pip does not compile it either."""
 LIMIT = 3600
 """Seconds for one command, so that a hang on a nightly torch does not last all night."""
 SHOWN = 20

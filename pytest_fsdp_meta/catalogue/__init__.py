@@ -31,7 +31,16 @@ from pytest_fsdp_meta.checks.values import judge as values
 from pytest_fsdp_meta.judging.engine import Verdict, describe_left_out, judge
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check, check
-from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, NotJudged, PartlyJudged, Selection, Unjudgeable, View
+from pytest_fsdp_meta.judging.view import (
+    Blocked,
+    Differs,
+    NotDeclared,
+    NotJudged,
+    PartlyJudged,
+    Selection,
+    Unjudgeable,
+    View,
+)
 
 FAMILIES = (
     *(structure, materialisation, sharding, communication),
@@ -63,6 +72,7 @@ __all__ = [
     "Blocked",
     "Catalogue",
     "Check",
+    "Differs",
     "Finding",
     "NotDeclared",
     "NotJudged",

@@ -57,9 +57,9 @@ class Verdict:
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
     release of torch), "not applicable" (the model has nothing of the kind), "partly checked" (something could not be
-    judged, and the rest passed), or "differs" (something is beyond its limit, and not judged); of an error, it is
-    "raised" if a judge of this package raised. ``missing_field`` is the field, if a single one is missing. ``by`` are
-    the checks that may explain what was not judged.
+    judged, and the rest passed), or "differs" (a measured difference is beyond its limit, and is not judged); of an
+    error, it is "raised" if a judge of this package raised. ``missing_field`` is the field, if a single one is missing.
+    ``by`` are the checks that may explain what was not judged.
     """
 
     check: Check
@@ -171,8 +171,8 @@ def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdic
     if isinstance(error, NotDeclared):
         why = KINDS["undeclared"]
         missing = error.field if error.field not in view.evidence.subject.declared else ""
-    elif isinstance(error, Differs):
-        why = "differs"
+    elif isinstance(error, Differs):  # not "depends on": what was measured must not wait for a fix of other tensors
+        reason, why = f"{error}; {describe_left_out(view.left_out)}" if view.left_out else reason, "differs"
     elif isinstance(error, PartlyJudged):
         why = "partly checked"
     if view.left_out and why != "differs":  # without these tensors, the reason alone may be false

@@ -12,7 +12,6 @@ import pytest
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.badge import badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.earlier import read_earlier
 from pytest_fsdp_meta.reports.history import Timeline, describe_history
@@ -84,14 +83,6 @@ class Comparer:
     def _is_allowed(self, loader: str) -> bool:
         return any(loader == pattern or fnmatchcase(loader, pattern) for pattern in self._allowed)
 
-    def is_excused(self, nodeid: str) -> bool:
-        """Return whether the failure of this item does not fail the run, because an earlier run has it as well."""
-        comparison = self.comparison
-        if comparison is None or self._fail_on != "regression":
-            return False
-        known = (*comparison.known, *comparison.changed)
-        return any(change.now is not None and change.now.nodeid == nodeid for change in known)
-
     def lines(self, exit_status: int | None) -> Iterator[Line]:
         """Yield the lines of the section in the terminal; the last says whether the run passes."""
         if self.problem:
@@ -109,7 +100,5 @@ class Comparer:
             yield f"{outcome} (--fsdp-fail-on={outcome.fail_on})", {"bold": True} | (GREEN if outcome.passes else RED)
 
     def write(self, report: Report, folder: Path) -> None:
-        """Write the summary and the badge. Raises OSError."""
+        """Write the summary. Raises OSError."""
         write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())
-        write_whole(folder / "badge.json", badge_json(report).encode())
-        write_whole(folder / "badge.svg", badge_svg(report).encode())

@@ -115,7 +115,7 @@ class EvidenceItem(CheckItem):
         """Raise an error of the stored run here, so that pytest counts it as an error again."""
         catalogue, evidence = self.plugin.catalogue, self.judged_evidence()
         verdict = judge(catalogue[self.check], evidence, catalogue, self.parent.selection)
-        self.outcome = outcome_of(verdict, evidence.world, self.rerun_command)
+        self.outcome = outcome_of(verdict, evidence.world, self.rerun_command, self.plugin.settings.strict)
         if verdict.status == "error":
             pytest.fail(self.outcome.message, pytrace=False)
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -243,8 +244,9 @@ class LoaderItem(CheckItem, pytest.Function):
             return self._run_outcome(run)
         why = "Hypothesis drew no example; see the phases in its settings"
         no_example = Outcome("skipped", why, reason=why), run
+        differing = (result for result in seen if result[0].kind == "differs")
         judged = (result for result in seen if result[0].status != "skipped")
-        outcome, self._example = next(judged, (no_example, *seen)[-1])
+        outcome, self._example = next(chain(differing, judged), (no_example, *seen)[-1])
         return outcome
 
     def _run_outcome(self, run: LoaderRun) -> Outcome:
@@ -264,7 +266,7 @@ class LoaderItem(CheckItem, pytest.Function):
             headline = subject if of_loader else f"{subject}: error"
             line = FailureLine(subject, verdict.reason)
             return replace(self._error_outcome(headline, run, line, verdict.detail), verdict=verdict)
-        return outcome_of(verdict, run.evidence.world, self.rerun_command)
+        return outcome_of(verdict, run.evidence.world, self.rerun_command, self.plugin.settings.strict)
 
     def _error_outcome(self, subject: str, run: LoaderRun, line: FailureLine, detail: str) -> Outcome:
         """Describe an error in full for the first item of the loader that has it, in one line for the others."""

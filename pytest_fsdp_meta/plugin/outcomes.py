@@ -14,7 +14,7 @@ from pytest_fsdp_meta.evidence.codec import from_plain
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
-from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, CheckRecord
+from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, UNSETTLED, CheckRecord
 from pytest_fsdp_meta.reports.summary import record_findings
 from pytest_fsdp_meta.reports.terminal import (
     complete_kinds,
@@ -37,7 +37,7 @@ DECIDING_OUTCOMES = {"setup": ("failed", "skipped"), "call": ("passed", "failed"
 
 @dataclass(frozen=True)
 class FailureLine:
-    """A failure in one line, for ``--tb=line``, pytest's short summary and annotations of CI.
+    """A failure in one line, for ``--tb=line``, pytest's short summary and plugins that annotate.
 
     pytest takes these from where an exception was raised in its own process, which is a line of this plugin.
     ``subject`` is what failed; pytest's summary has it in the node id. ``place`` is "path:line" in the user's code; ""
@@ -83,6 +83,13 @@ class Outcome:
     line: FailureLine | None = None
     repeats: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The status, or the kind of a skip, as in ``CheckRecord.kind``."""
+        if self.status != "skipped":
+            return self.status
+        return self.verdict.why if self.verdict is not None else "by the test"
+
 
 def decides_status(report: pytest.TestReport) -> bool:
     """Return whether this phase decides the status of the item."""
@@ -93,22 +100,25 @@ def status_of(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, st
     """Return pytest's category, letter and word for an item's report; None where those of pytest are right.
 
     An error that an earlier item has shown has a category of its own, so that pytest counts a loader that raises as one
-    error, not as one error per check. So has a partly checked result, which is a skip for other plugins.
+    error, not as one error per check. So have the ``UNSETTLED``, which are skips for other plugins.
     """
     # pytest-rerunfailures changes the outcome of a report whose item it runs again.
     if report.failed and getattr(report, REPEATS, False):
         return "same error", "e", "SAME ERROR"
     kind = getattr(report, KIND, "") if report.skipped else ""
-    if kind == "partly checked":
+    if kind in UNSETTLED:
         return kind, LETTERS[kind], kind.upper()
     # -v shows the kind in place of "SKIPPED", because pytest cuts the reason to what a line has left.
     is_own = kind in SKIPS and kind != "by the test"
     return ("skipped", LETTERS["skipped"], kind.upper()) if is_own else None
 
 
-def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str]) -> Outcome:
-    """Return the outcome of an item with this verdict."""
+def outcome_of(verdict: Verdict, world: WorldFacts, rerun_command: Callable[[], str], strict: bool) -> Outcome:
+    """Return the outcome of an item with this verdict; if ``strict``, the ``UNSETTLED`` have failed."""
     message = verdict.reason
+    if strict and verdict.why in UNSETTLED:
+        reason = f"{verdict.why}: {verdict.reason} (a failure with --fsdp-strict)"
+        return Outcome("failed", describe_error(verdict.check.id, reason, "", rerun_command()), verdict, reason)
     if verdict.status == "failed":
         message = describe_failure(verdict, str(world), rerun_command())
     elif verdict.status == "error":
@@ -182,11 +192,9 @@ def _kind_and_reason(
         return ("by the test", first_line(raised or "")) if report.skipped else ("error", describe_exception(raised))
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
-    if outcome.status == "skipped":
-        return (outcome.verdict.why if outcome.verdict else "by the test"), outcome.reason
     if outcome.status == "passed" and report.failed:
         return _failed_after_pass(report, check, spec, raised)
-    return outcome.status, outcome.reason
+    return outcome.kind, outcome.reason
 
 
 def _failed_after_pass(
@@ -210,7 +218,8 @@ def failure_line(record: CheckRecord, outcome: Outcome | None) -> FailureLine | 
         return FailureLine(record.check, describe_findings(record.findings, record.all_of))
     if record.status == "xpassed":
         return FailureLine(record.check, explain_pass(record.reason))
-    return FailureLine(record.check, record.reason) if record.status == "error" and record.reason else None
+    failed = record.status in ("failed", "error")
+    return FailureLine(record.check, record.reason) if failed and record.reason else None
 
 
 def user_properties(context: ItemContext) -> list[tuple[str, object]]:

@@ -5,7 +5,6 @@ It runs in the process that pytest was started in; under xdist the workers do no
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
@@ -25,7 +24,6 @@ from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere
-from pytest_fsdp_meta.reports.annotations import Location, annotate
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
@@ -35,7 +33,7 @@ from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError
 from pytest_fsdp_meta.worlds.leases import LockedFile
 
-EXTRA_FILES = ("summary.md", "badge.json", "badge.svg")
+SUMMARY = "summary.md"
 LOCK = ".lock"
 """The file in a report's folder that a run holds locked."""
 
@@ -84,8 +82,6 @@ class ReportPlugin:
         self._any_test_reported = False
         self._not_collected = ""
         """The first error of collection."""
-        self._locations: dict[str, Location] = {}
-        """Node id -> the line of an item that has reported."""
 
     @property
     def _catalogue(self) -> Catalogue:
@@ -128,7 +124,7 @@ class ReportPlugin:
         Stored evidence goes as well, unless this run judges it.
         """
         assert self._writer is not None
-        self._writer.clear((PAGE, *EXTRA_FILES))
+        self._writer.clear((PAGE, SUMMARY))
         folder = self._writer.folder / store.FOLDER
         if not is_judged(folder, self._config):
             store.clear_evidence(folder)
@@ -186,10 +182,8 @@ class ReportPlugin:
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
             key = self._records.key_of(nodeid) or context.key + worker  # as planned: what was sent was made printable
             self._records.add(replace(context, key=key, loader=context.loader + worker))
-            self._locate(nodeid, report)
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
-            self._locate(nodeid, report)
         elif report.when == "call" or (report.when == "setup" and not report.passed):
             self._records.forget_loader(nodeid)
             self._others_passed |= report.passed
@@ -197,14 +191,6 @@ class ReportPlugin:
         self._has_news |= context is not None
         if self._is_started and self._writer is not None and self._writer.is_due:
             self._write_news()
-
-    def _locate(self, nodeid: str, report: pytest.TestReport) -> None:
-        """Remember the line of an item, relative to the repository of a GitHub workflow."""
-        file, line, _ = report.location
-        path = Path(os.path.abspath(self._config.rootpath / file))
-        workspace = os.environ.get("GITHUB_WORKSPACE", "")
-        inside = bool(workspace) and path.is_relative_to(workspace)
-        self._locations[nodeid] = Location(path.relative_to(workspace).as_posix() if inside else file, (line or 0) + 1)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Write the report before an ordinary test, which may take long or end the process."""
@@ -262,15 +248,11 @@ class ReportPlugin:
             terminalreporter.write_sep("=", "fsdp conformance, compared")
             for line, markup in self._comparer.lines(self._exit_status):
                 terminalreporter.write_line(line, **markup)
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            for command in annotate(self.loaders, self._locations, self._comparer.is_excused):
-                terminalreporter.write_line(command)
 
     def _print_totals(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.loaders:
-            verbosity, reasons = self._config.get_verbosity(), "s" in terminalreporter.reportchars
             is_shown = self._config.getoption("tbstyle", "auto") not in ("no", "line")
-            for line, markup in describe_totals(self.loaders, verbosity, reasons, is_shown):
+            for line, markup in describe_totals(self.loaders, self._config.get_verbosity(), is_shown):
                 terminalreporter.write_line(line, **markup)
         for problem in self._problems:
             terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)

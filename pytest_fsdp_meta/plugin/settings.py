@@ -54,6 +54,7 @@ class Settings:
     compare: tuple[str, ...] = ()
     fail_on: str = "failure"
     allow_missing: tuple[str, ...] = ()
+    strict: bool = False
     given: tuple[str, ...] = ()
 
 
@@ -182,8 +183,7 @@ OPTIONS = (
     ),
     Option(
         "report",
-        "write report.json, the page index.html, summary.md and a badge into this folder, replacing those of an "
-        "earlier run",
+        "write report.json, the page index.html and summary.md into this folder, replacing those of an earlier run",
         option_values.parse_new_folder,
         "expected a writable folder, or one that can be created",
         "DIR",
@@ -202,8 +202,9 @@ OPTIONS = (
     Option(
         "fail-on",
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
-        "failures that the earlier run did not have, checks that now depend on one, and missing loaders) or any (every "
-        "failure, missing loaders, slower loads, drifting losses and checks that no longer run)",
+        "failures and differences that the earlier run did not have, checks that now depend on a failed one, and "
+        "missing loaders) or any (every failure, new differences, missing loaders, slower loads, drifting losses and "
+        "checks that no longer run)",
         option_values.one_of(FAIL_ON),
         "choose failure, regression or any",
         "WHAT",
@@ -218,6 +219,14 @@ OPTIONS = (
         "",
         repeated=False,
     ),
+    Option(
+        "strict",
+        "fail checks that differ (a measured difference is beyond its limit, and not judged for a reason that is "
+        "given) or are only partly checked",
+        option_values.parse_switch,
+        "choose true or false",
+        "",
+    ),
 )
 
 
@@ -227,7 +236,6 @@ GONE = {
     "--fsdp-ray-address": "set the environment variable RAY_ADDRESS",
     "--fsdp-localise": "the first step that departs is traced without an option",
     "--fsdp-keep-evidence": "evidence is kept beside every report: --fsdp-report=DIR",
-    "--fsdp-annotate": "failed loaders are annotated in GitHub Actions, and nowhere else",
 }
 """Option that there was -> what to do instead."""
 EARLIER_RUN = "an earlier run: --fsdp-compare=OLD/report.json"

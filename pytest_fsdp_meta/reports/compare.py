@@ -33,9 +33,9 @@ ROUNDING = 1e-6
 MISSING = "removed or renamed on purpose? --fsdp-allow-missing accepts it"
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
-OF_CHECKS = ("failures", "no_longer_judged", "dependent", "expected", "fixed", "changed", "known")
+OF_CHECKS = ("failures", "differing", "no_longer_judged", "dependent", "expected", "fixed", "changed", "known")
 """The fields of ``Comparison`` that are about checks; one check is in at most one of them."""
-FAILING_ANY = ("removed", "no_longer_judged", "dependent", "slower", "drifted")
+FAILING_ANY = ("differing", "removed", "no_longer_judged", "dependent", "slower", "drifted")
 """The fields that fail a run with ``--fsdp-fail-on=any``, beside loaders that are gone."""
 
 
@@ -61,6 +61,8 @@ class Comparison:
     """Packages that were added, removed or have other versions."""
     failures: tuple[Change, ...] = ()
     """New failures: the check did not fail before, or fails on other tensors, or with another error."""
+    differing: tuple[Change, ...] = ()
+    """New differences: the check differs now, and neither differed nor failed before."""
     no_longer_judged: tuple[Change, ...] = ()
     """Judged before and not now, perhaps on purpose: the promise may be broken unnoticed."""
     dependent: tuple[Change, ...] = ()
@@ -100,7 +102,7 @@ class Comparison:
         """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
             # A check that was not judged, or not even run, might have failed in a new way.
-            worse = self.failures or self.missing or self.dependent
+            worse = self.failures or self.differing or self.missing or self.dependent
             return bool(worse) or bool(count_kinds(self.now.loaders)["not run"])
         is_changed = on == "any" and any(getattr(self, name) for name in ("missing", "unselected", *FAILING_ANY))
         return is_changed or is_bad(self.now.loaders)
@@ -201,19 +203,26 @@ def _classify(change: Change) -> str:
             return "known"
         # A finding on a new tensor is new, and another error may hide new findings.
         known = {finding.tensor for finding in before.findings}
-        is_worse = now.status == "error" or any(finding.tensor not in known for finding in now.findings)
+        is_worse = _is_reason(now) or any(finding.tensor not in known for finding in now.findings)
         return "failures" if is_worse else "changed"
+    if _has_kind(now, ("differs",)) and not _has_kind(before, (*FAILED, "xfailed")):
+        return "" if _has_kind(before, ("differs",)) else "differing"
     if _has_kind(now, PASSED):
-        return "fixed" if failed_before or _has_kind(before, ("xfailed",)) else ""
+        return "fixed" if _has_kind(before, (*FAILED, "xfailed", "differs")) else ""
     if _has_kind(now, ("xfailed",)):
-        return "expected" if failed_before or _has_kind(before, PASSED) else ""
-    if _has_kind(now, ("depends on a failed check",)):
-        return "dependent" if _has_kind(before, JUDGED) else ""
+        return "expected" if _has_kind(before, (*FAILED, *PASSED, "differs")) else ""
+    if _has_kind(now, ("depends on a failed check",)) and _has_kind(before, JUDGED):
+        return "dependent"
     return "no_longer_judged" if _has_kind(before, (*FAILED, *JUDGED)) else ""
 
 
 def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
     return check is not None and check.kind in kinds
+
+
+def _is_reason(check: CheckRecord) -> bool:
+    """Return whether the failure is its reason: an error, or a failure without findings, as with ``--fsdp-strict``."""
+    return check.status == "error" or (check.status == "failed" and not check.findings)
 
 
 def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRecord]]:
@@ -223,7 +232,7 @@ def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRec
         actual, expected = map(without_numbers, (finding.actual, finding.expected))
         return replace(finding, actual=actual, expected=expected, detail="", origin="", since=None)
 
-    reason = without_numbers(check.reason) if check.status == "error" else ""
+    reason = without_numbers(check.reason) if _is_reason(check) else ""
     return check.status, reason, frozenset(map(mask, check.findings))
 
 
@@ -292,6 +301,7 @@ class Kind:
 
 KINDS = {
     "failures": Kind("new failures", lambda number: counted(number, "new failure"), "worse"),
+    "differing": Kind("new differences", lambda number: counted(number, "new difference"), "worse"),
     "missing": Kind("missing loaders", "{} missing".format, "worse", f" ({MISSING})"),
     "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check".format, "worse"),
     "no_longer_judged": Kind("no longer judged", "{} no longer judged".format),
@@ -310,7 +320,10 @@ KINDS = {
     "left_out": Kind("earlier reports left out"),
 }
 """Field of ``Comparison`` -> its description, in the order of the lists."""
-OF_RESULTS = ("failures", "fixed", "known", "changed", "expected", "dependent", "no_longer_judged", "slower", "drifted")
+OF_RESULTS = (
+    *("failures", "differing", "fixed", "known", "changed", "expected", "dependent", "no_longer_judged"),
+    *("slower", "drifted"),
+)
 OF_COVERAGE = ("added", "missing", "allowed", "unselected", "removed")
 """The fields whose changes a line counts, in its order: of what both runs have, and of what only one has."""
 

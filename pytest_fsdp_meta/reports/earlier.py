@@ -14,8 +14,6 @@ from pytest_fsdp_meta.reports.io import FILE, UnknownSchema, read_report
 from pytest_fsdp_meta.reports.schema import Report
 from pytest_fsdp_meta.text import counted
 
-NO_REPORTS = ("badge.json",)
-"""Files beside a report that a folder of reports may hold under their own names."""
 MOST_READ = 60
 """Reports that are read to find one that passed."""
 HEAD = 4096
@@ -71,7 +69,7 @@ def _find(path: Path) -> Iterator[_Source]:
             folders.sort()
             top = Path(folder) == path
             for name in sorted(files):
-                wanted = name == FILE or (top and name.endswith(".json") and name not in NO_REPORTS)
+                wanted = name == FILE or (top and name.endswith(".json"))
                 if wanted and Path(folder, name).is_file():  # to open a named pipe would wait forever
                     yield _Source(Path(folder, name), named=False)
 

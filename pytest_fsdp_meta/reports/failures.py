@@ -1,4 +1,4 @@
-"""How many failures a run has, in words, for terminal, page, summary and badge."""
+"""How many failures a run has, in words, for terminal, page and summary."""
 
 from __future__ import annotations
 

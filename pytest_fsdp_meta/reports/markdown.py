@@ -12,22 +12,46 @@ from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, de
 from pytest_fsdp_meta.reports.failures import is_crashed
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
-from pytest_fsdp_meta.reports.schema import SKIPS, LoaderRecord, Report, count_kinds, how_many, is_bad
-from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Story, stories_of, with_starts
+from pytest_fsdp_meta.reports.schema import SKIPS, UNSETTLED, LoaderRecord, Report, count_kinds, how_many, is_bad
+from pytest_fsdp_meta.reports.story import (
+    CRASH,
+    ERROR,
+    FINDING,
+    STRICT,
+    UNEXPECTED_PASS,
+    Story,
+    describe_reasons,
+    stories_of,
+    with_starts,
+)
 from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
 from pytest_fsdp_meta.text import first_of, printable
 
-COLUMNS = ("passed", "partly checked", "failed", "error")
+COLUMNS = ("passed", "differs", "partly checked", "failed", "error")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"
 MARKUP = re.compile(rf"(?!{PLAIN})[^\w .,;/=()'\"?%{{}}-]|(?<![^\W_])_|_(?![^\W_])")
 """Characters that are escaped: not an underscore within a word, nor the colons of sentences, node ids and times, nor
 brackets that make no link: those of a node id."""
 BACKSLASHED = "_*`~[]"
 """Characters that a backslash escapes; others become entities, which no extension of Markdown or HTML reads."""
-HEADS = {"passed": "✅", "known": "🟡", "failed": "❌", "incomplete": "⚠️", "otherwise": "⚠️", "empty": "⚪"}
+HEADS = {
+    "passed": "✅",
+    "differs": "🟡",
+    "known": "🟡",
+    "failed": "❌",
+    "incomplete": "⚠️",
+    "otherwise": "⚠️",
+    "empty": "⚪",
+}
 """State of a run -> the sign of its headline."""
 MARKS = {"worse": "❌", "better": "✅", "neutral": "ℹ️"}  # noqa: RUF001  (the sign is meant)
-HEADLINES = {CRASH: "Crashed", FINDING: "Failed", ERROR: "Errors", UNEXPECTED_PASS: "Passed unexpectedly"}
+HEADLINES = {
+    CRASH: "Crashed",
+    FINDING: "Failed",
+    ERROR: "Errors",
+    STRICT: "Failed because of --fsdp-strict",
+    UNEXPECTED_PASS: "Passed unexpectedly",
+}
 """Kind of a failure -> the headline of its list."""
 IN_FAILURES = ("failures", "changed", "known", "broken")
 """Kinds of changes and of history that the list of failures has already, each with its start."""
@@ -42,7 +66,7 @@ def summarise_run(report: Report, comparison: Comparison | None = None, problem:
     parts = (
         *_head(report),
         *_failures(report, comparison),
-        *_partly_checked(report),
+        *_unsettled(report),
         *_comparison(comparison, problem),
         *_lists(describe_history(report)),
         *_table(report),
@@ -131,17 +155,10 @@ def _describe_story(story: Story) -> Iterator[str]:
         yield f"  * and {len(lines) - MOST_LINES} more"
 
 
-def _partly_checked(report: Report) -> Iterator[str]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for loader in report.loaders:
-        for check in loader.checks:
-            if check.status == "partly checked":
-                found.setdefault((check.check, check.reason), []).append(loader.loader)
-    if found:
-        yield from ["**Partly checked**", ""]
-        lines = (f"{check} in {first_of(where, MOST_NAMED)}: {reason}" for (check, reason), where in found.items())
-        yield from (f"* {escaped(line)}" for line in shorten_list(lines))
-        yield ""
+def _unsettled(report: Report) -> Iterator[str]:
+    for status in UNSETTLED:
+        if lines := shorten_list(describe_reasons(report.loaders, status)):
+            yield from [f"**{status.capitalize()}**", "", *(f"* {escaped(line)}" for line in lines), ""]
 
 
 def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:

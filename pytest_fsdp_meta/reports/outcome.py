@@ -1,4 +1,4 @@
-"""How a run ended, in one line and in one state, which terminal, page, summary and badge share."""
+"""How a run ended, in one line and in one state, which terminal, page and summary share."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def _why_it_passes(comparison: Comparison | None) -> Iterator[str]:
 
 def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, others: str) -> Iterator[str]:
     if comparison is not None and fail_on == "regression":
-        if comparison.failures:
-            yield counted(count_changes(comparison.failures), "new failure")
-        yield from describe_numbers(comparison, ["dependent"])
+        yield from describe_numbers(comparison, ("failures", "differing", "dependent"))
         if not_run := count_kinds(report.loaders)["not run"]:
             yield f"{not_run} not run"
     elif failures := describe_failures(report.loaders):
@@ -81,7 +79,8 @@ def state_of(report: Report) -> str:
     """Return the state that decides the colour of a run.
 
     It is "incomplete", "failed", "known" (it passes with known failures), "otherwise" (it failed for a reason that no
-    check shows: another test, a crash, an incomplete report), "empty" (nothing was judged) or "passed".
+    check shows: another test, a crash, an incomplete report), "empty" (nothing was judged), "differs" (nothing else is
+    wrong) or "passed".
     """
     if not report.complete:
         return "incomplete"
@@ -92,4 +91,7 @@ def state_of(report: Report) -> str:
         return "known" if outcome is not None else "failed"
     if report.exit_status:
         return "otherwise"
-    return "passed" if how_many(count_kinds(report.loaders), JUDGED) else "empty"
+    counts = count_kinds(report.loaders)
+    if counts["differs"]:
+        return "differs"
+    return "passed" if how_many(counts, JUDGED) else "empty"

@@ -145,9 +145,9 @@ def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: It
 def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
     """Return the record of a check after an error in a later phase of its item, such as a fixture's teardown.
 
-    Only a pass becomes an error: findings and reasons that are already known stay.
+    Only a pass or a difference becomes an error: findings and reasons that are already known stay.
     """
-    status = "error" if check.status in (*PASSED, "not run") else check.status
+    status = "error" if check.status in (*PASSED, "differs", "not run") else check.status
     return replace(check, status=status, reason=join_reasons(check.reason, error))
 
 

@@ -6,6 +6,7 @@ previous schema would misread the new one; adding a field does not count.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ SCHEMA = 2
 
 STATUSES = {
     "passed": "the promise holds",
+    "differs": "a measured difference is beyond its limit, and is not judged for the reason given",
     "partly checked": "something could not be checked, and the rest passed",
     "failed": "the promise is broken",
     "error": "it could not be checked, because something went wrong",
@@ -44,12 +46,15 @@ SKIPS = {
 PASSED = ("passed", "partly checked")
 FAILED = ("failed", "xpassed", "error")
 """Statuses that need a fix."""
-JUDGED = (*PASSED, "failed", "xfailed", "xpassed")
-"""Statuses that a judge has decided."""
+UNSETTLED = ("differs", "partly checked")
+"""Statuses that every report explains, and that ``--fsdp-strict`` makes failures."""
+JUDGED = (*PASSED, "differs", "failed", "xfailed", "xpassed")
+"""Statuses that a judge has decided, or measured."""
 BAD = (*FAILED, "not run")
 """Statuses that make a run bad."""
 LETTERS = {
     "passed": ".",
+    "differs": "d",
     "partly checked": "p",
     "failed": "F",
     "error": "E",
@@ -107,7 +112,7 @@ class FindingRecord:
 class CheckHistory:
     """What became of a check in ``Report.earlier``.
 
-    ``results`` has one character for each of these runs, oldest first: the letters of pytest and three more, which
+    ``results`` has one character for each of these runs, oldest first: the letters of pytest and four more, which
     ``LETTERS`` lists. ``flaky`` takes this run into account as well.
     """
 
@@ -439,10 +444,10 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def describe_count(number: int, kind: str) -> str:
-    """Return a text such as "3 passed", "2 errors" or "2 depend on a failed check"."""
+    """Return a text such as "3 passed", "2 errors", "2 differ" or "2 depend on a failed check"."""
     if kind == "error":
         return counted(number, kind)
-    return f"{number} {kind if number == 1 else kind.replace('depends', 'depend')}"
+    return f"{number} {kind if number == 1 else re.sub('(?<=^depend|^differ)s', '', kind)}"
 
 
 def describe_kind(kind: str) -> str:

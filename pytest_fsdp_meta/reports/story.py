@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.compare import Change, Comparison
@@ -10,11 +10,13 @@ from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_
 from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
 from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
-from pytest_fsdp_meta.text import counted, first_of, without_numbers, without_occasion
+from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers, without_occasion
 
-CRASH, FINDING, ERROR, UNEXPECTED_PASS = "crash", "finding", "error", "unexpected pass"
+CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
 MOST_STARTS = 2
 """Places named for one cause, where it starts."""
+MOST_NAMED = 6
+"""Checks, and loaders, named for one reason."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Story:
-    """Failures with one cause, in any number of loaders: what terminal, page, summary and annotations show of them."""
+    """Failures with one cause, in any number of loaders: what terminal, page and summary show of them."""
 
     number: int
     kind: str
-    """One of ``CRASH``, ``FINDING``, ``ERROR`` and ``UNEXPECTED_PASS``."""
+    """One of ``CRASH``, ``FINDING``, ``ERROR``, ``STRICT`` (failed without findings) and ``UNEXPECTED_PASS``."""
     cause: str
     """The likely cause of findings; the reason of a crash, an error or an expectation."""
     remedy: str
@@ -69,6 +71,7 @@ class Story:
         return {
             CRASH: f"{counted(len(self.loaders), 'loader')} crashed",
             FINDING: f"{counted(checks, 'check')} failed{where}",
+            STRICT: f"{counted(checks, 'check')} failed{where}",
             UNEXPECTED_PASS: f"{counted(checks, 'unexpected pass')}{where}",
             ERROR: f"error of {counted(checks, 'check')}{where}",
         }[self.kind]
@@ -110,14 +113,14 @@ class Story:
 
 
 def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
-    """Return what broke, one story per cause: crashes first, then findings, errors and unexpected passes."""
+    """Return what broke, one story per cause: crashes first, then findings, errors and the others."""
     groups: dict[tuple[str, str, str, str], list[tuple[str, Place]]] = {}
 
     def add(kind: str, cause: str, remedy: str, place: Place) -> None:
         # Without a cause, only failures of one check are surely the same problem.
         check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
-        key = kind, cause if kind == FINDING else without_numbers(without_occasion(cause)), remedy, check
+        key = kind, cause if kind in (FINDING, STRICT) else without_numbers(without_occasion(cause)), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
@@ -133,12 +136,27 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
     for loader in loaders:
         for check in loader.checks:
             if check.status == "xpassed" or (check.status == "failed" and not check.findings):
-                kind = UNEXPECTED_PASS if check.status == "xpassed" else FINDING
+                kind = UNEXPECTED_PASS if check.status == "xpassed" else STRICT
                 add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
     return [
         Story(number, kind, places[0][0], remedy, tuple(place for _, place in places))
         for number, ((kind, _, remedy, _), places) in enumerate(groups.items(), 1)
     ]
+
+
+def describe_reasons(loaders: Sequence[LoaderRecord], status: str) -> Iterator[str]:
+    """Yield "CHECKS in LOADERS: REASON" for each reason why checks have this status."""
+    by_reason: dict[str, dict[str, dict[str, None]]] = {}
+    for loader in loaders:
+        for check in loader.checks:
+            if check.status == status:
+                by_reason.setdefault(check.reason, {}).setdefault(loader.loader, {})[check.check] = None
+    for reason, found in by_reason.items():
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, checks in found.items():
+            alike.setdefault(tuple(checks), []).append(name)
+        where = (f"{first_of(checks, MOST_NAMED)} in {first_of(names, MOST_NAMED)}" for checks, names in alike.items())
+        yield printable(f"{'; '.join(where)}: {reason}")
 
 
 def with_starts(stories: Sequence[Story], report: Report, comparison: Comparison | None) -> list[Story]:

@@ -12,14 +12,25 @@ from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
     UNACCOUNTED,
+    UNSETTLED,
     LoaderRecord,
     count_kinds,
     describe_counts,
     how_many,
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
-from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, Place, Story, stories_of
-from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph
+from pytest_fsdp_meta.reports.story import (
+    CRASH,
+    ERROR,
+    FINDING,
+    STRICT,
+    UNEXPECTED_PASS,
+    Place,
+    Story,
+    describe_reasons,
+    stories_of,
+)
+from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, printable
 
 ACTIVITIES = {
@@ -54,6 +65,7 @@ LABELS = {
     CRASH: ("crash", "crash"),
     FINDING: ("likely cause", "cause"),
     ERROR: ("error", "error"),
+    STRICT: ("failed", "failure"),
     UNEXPECTED_PASS: ("unexpected pass", "unexpected pass"),
 }
 """Kind of a failure -> what stands before its cause, and the noun for several of them."""
@@ -75,7 +87,7 @@ MOST_NEXT = 3
 CHECKS_NAMED_FIRST = ("params_equal_reference", "loss_parity", "grad_parity", "resume_parity", "modules_train")
 """Checks to name first of those that need a field; the others follow in the order of the catalogue."""
 MOST_CHECKS = 2
-"""Checks named for each of them, and for one reason why checks are partly checked."""
+"""Checks named for each of them."""
 NO_ITEM = ("left out", "not selected")
 """Kinds of checks without an item, unless there is a reason for them; pytest does not count them as skipped."""
 Line = tuple[str, dict[str, bool]]
@@ -94,10 +106,8 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(
-    loaders: Sequence[LoaderRecord], verbosity: int = 0, reasons: bool = False, is_shown: bool = False
-) -> Iterator[Line]:
-    """Yield the lines of the section. With ``reasons``, also why checks are only partly checked.
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_shown: bool = False) -> Iterator[Line]:
+    """Yield the lines of the section.
 
     If pytest's section of failures ``is_shown``, the cause of a single failed check is not repeated.
     """
@@ -106,10 +116,10 @@ def describe_totals(
         yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
         yield from _describe_causes(loaders, is_shown)
+        for status in UNSETTLED:
+            yield from ((f"{status}: {line}", YELLOW) for line in shorten_list(describe_reasons(loaders, status)))
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
-    if reasons:
-        yield from _describe_partly_checked(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
         yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
@@ -133,7 +143,7 @@ def _describe_loader(loader: LoaderRecord) -> Line:
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
     if how_many(counts, BAD):
         return RED
-    return GREEN if how_many(counts, JUDGED) else YELLOW
+    return GREEN if how_many(counts, JUDGED) and not counts.get("differs") else YELLOW
 
 
 def _describe_activities(seconds: Mapping[str, float]) -> str:
@@ -250,16 +260,6 @@ def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
             fields.setdefault(check.missing_field, []).append(check.check)
     ranks = {id: rank for rank, id in enumerate(CHECKS_NAMED_FIRST)}
     return {name: sorted(ids, key=lambda id: ranks.get(id, len(ranks))) for name, ids in fields.items()}
-
-
-def _describe_partly_checked(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
-    places: dict[str, list[str]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            if check.status == "partly checked":
-                places.setdefault(check.reason, []).append(f"{check.check} in {printable(loader.loader)}")
-    for reason, where in places.items():
-        yield f"partly checked: {first_of(where, MOST_CHECKS)}: {reason}", {}
 
 
 def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:

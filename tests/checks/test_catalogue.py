@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from pytest_fsdp_meta.catalogue import Catalogue, Finding, Selection, View, built_in, check, judge
-from tests.checks.evidence_factory import CATALOGUE, MIDDLE, differ, healthy, undeclared
+from pytest_fsdp_meta.catalogue import Catalogue, Differs, Finding, Selection, View, built_in, check, judge
+from tests.checks.evidence_factory import CATALOGUE, MIDDLE, differ, healthy, left_out, undeclared
 
 PARITY = "loss_parity"
 
@@ -136,6 +136,29 @@ def test_a_check_leaves_a_tensor_to_a_selected_check_only():
     alone = judge(catalogue[later], healthy(), catalogue, Selection(frozenset({"later"})))
     assert alone.status == "failed"
     assert alone.unjudged == {}
+
+
+@pytest.mark.parametrize(
+    ("finds", "already_failed", "status", "why", "reason"),
+    [
+        ([], False, "skipped", "differs", "0.5 apart"),
+        ([], True, "skipped", "differs", f"0.5 apart; {left_out('basic', MIDDLE, rest=False)}"),
+        ([finding()], True, "failed", "", "0.5 apart"),
+    ],
+)
+def test_a_check_that_differs_does_so_with_tensors_left_out_but_not_with_findings(
+    finds, already_failed, status, why, reason
+):
+    def later(view: View):
+        view.judgeable(MIDDLE)
+        yield from finds
+        raise Differs("0.5 apart")
+
+    texts = dict.fromkeys(("promise", "family", "why", "cause", "remedy"), "")
+    basic = made("basic", ["inventory"], finds=[finding(tensor=MIDDLE)] if already_failed else [])
+    catalogue = Catalogue([basic, check(needs=["inventory"], after=["basic"], **texts)(later)])
+    verdict = judge(catalogue["later"], healthy(), catalogue)
+    assert (verdict.status, verdict.why, verdict.reason) == (status, why, reason)
 
 
 def test_the_cause_is_that_of_the_check_that_is_left_out():

@@ -11,7 +11,7 @@ from pytest_fsdp_meta.catalogue import built_in
 from tests.conftest import Project
 
 SKIPS = "SKIPPED|NOT DECLARED|NOT APPLICABLE|DEPENDS ON A FAILED CHECK|NOT SUPPORTED|LEFT OUT"
-WORDS = f"PASSED|PARTLY CHECKED|FAILED|{SKIPS}|SAME ERROR|ERROR|XFAIL|XPASS"
+WORDS = f"PASSED|DIFFERS|PARTLY CHECKED|FAILED|{SKIPS}|SAME ERROR|ERROR|XFAIL|XPASS"
 
 
 def outcomes(result: pytest.RunResult) -> dict[str, str]:

@@ -150,7 +150,6 @@ def test_a_mistyped_option_is_one_line_with_the_nearest_one(project: Project, ty
         ("--fsdp-keep-evidence", "evidence is kept beside every report: --fsdp-report=DIR"),
         ("--fsdp-world-scope=module", 'write the scope in the decorator: @fsdp_spmd(scope="module")'),
         ("--fsdp-ray-address=auto", "set the environment variable RAY_ADDRESS"),
-        ("--fsdp-annotate=none", "failed loaders are annotated in GitHub Actions, and nowhere else"),
         (
             "--fsdp-simulate-ranks=5",
             "write them in the decorator: @fsdp_conformance(simulate=512, simulate_ranks=[1, 511])",

@@ -11,7 +11,6 @@ from markdown_it import MarkdownIt
 
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import to_plain
-from pytest_fsdp_meta.reports.badge import COLORS, badge, badge_json, badge_svg
 from pytest_fsdp_meta.reports.compare import compare, describe_changes, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
@@ -20,7 +19,7 @@ from tests.conftest import Project, errors
 from tests.reports.report_factory import CATALOGUE, HOSTILE, LLAMA, check, finding, header, loader, raised, report
 
 CHECK = "no_meta_params"
-CHANGES = ("failures", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
+CHANGES = ("failures", "differing", "dependent", "no_longer_judged", "expected", "fixed", "changed", "known")
 KINDS = (*(status for status in STATUSES if status != "skipped"), *SKIPS)
 
 
@@ -32,6 +31,7 @@ FAILS = {
     "no_longer_judged": ["any"],
     "known": ["failure", "any"],
     "failures": ["failure", "regression", "any"],
+    "differing": ["regression", "any"],
 }
 """The kind of a change -> the values of --fsdp-fail-on for which it fails the run, as a check that was not run does."""
 
@@ -75,6 +75,15 @@ def changes(comparison):
         ("error", "depends on a failed check", ""),
         ("not declared", "passed", ""),
         ("by the test", "not applicable", ""),
+        ("passed", "differs", "differing"),
+        ("not run", "differs", "differing"),
+        ("differs", "differs", ""),
+        ("differs", "passed", "fixed"),
+        ("differs", "failed", "failures"),
+        ("differs", "xfailed", "expected"),
+        ("differs", "not declared", "no_longer_judged"),
+        ("failed", "differs", "no_longer_judged"),
+        ("xfailed", "differs", "no_longer_judged"),
     ],
 )
 def test_the_change_of_one_check(before, now, kind):
@@ -91,7 +100,7 @@ def test_every_failure_is_new_known_or_changed_and_nothing_else_is(before, now):
     found = changes(compare(run(check(CHECK, before)), run(check(CHECK, now))))
     assert len(found) <= 1
     assert bool({"failures", "known", "changed"} & set(found)) == (now in FAILED)
-    assert ("fixed" in found) == (before in (*FAILED, "xfailed") and now in PASSED)
+    assert ("fixed" in found) == (before in (*FAILED, "xfailed", "differs") and now in PASSED)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +120,11 @@ def test_a_known_failure_has_the_same_findings_apart_from_numbers(before, now, k
     assert changes(comparison) == {kind: [CHECK]}
 
 
-def test_a_known_error_has_the_same_reason_apart_from_numbers():
+@pytest.mark.parametrize("status", ["error", "failed"])
+def test_a_known_error_has_the_same_reason_apart_from_numbers(status):
+    """So has a check that --fsdp-strict fails, without findings."""
     one, same, other = (
-        run(check(CHECK, "error", reason=reason)) for reason in ("rank 1 hung, 30 s", "rank 0 hung, 31 s", "killed")
+        run(check(CHECK, status, reason=reason)) for reason in ("rank 1 hung, 30 s", "rank 0 hung, 31 s", "killed")
     )
     assert changes(compare(one, same)) == {"known": [CHECK]}
     assert changes(compare(one, other)) == {"failures": [CHECK]}
@@ -170,9 +181,7 @@ def test_a_world_that_vanished_is_missing():
 
 def test_a_run_without_a_loader_that_it_needs_is_red_everywhere():
     gone = report(loader(), missing=("t.py::old",), exit_status=1)
-    assert badge(gone)["message"] == f"1 loader missing, {len(CATALOGUE)} passed"
-    assert badge(gone)["color"] == "red"
-    assert summarise_run(gone).startswith("### ❌")
+    assert summarise_run(gone).startswith(f"### ❌ fsdp conformance: 1 loader missing, {len(CATALOGUE)} passed\n")
     assert build_view(gone).verdict[:2] == ("failed", "1 loader missing")
     both = report(loader(checks={CHECK: check(CHECK, "failed")}), missing=("t.py::old", "t.py::older"), exit_status=1)
     assert build_view(both).verdict[1] == "1 check failed, 2 loaders missing"
@@ -298,7 +307,7 @@ def test_names_are_escaped_in_markdown(name):
     html = rendered(page)
     tags = {one.tag for one in html.iter()}
     assert tags <= {"page", "h3", "table", "thead", "tbody", "tr", "th", "td", "p", "strong", "ul", "li"}
-    assert len(html.findall(".//tbody/tr/td")) == 9, "one row of nine cells"
+    assert len(html.findall(".//tbody/tr/td")) == 10, "one row of ten cells"
     assert "@" not in page
     assert "://" not in page
     for _, _, lines in describe_comparison(compare(before, now)):
@@ -363,31 +372,6 @@ def test_the_summary_of_a_good_run_and_of_one_cut_off():
     assert "no comparison: &#124; &#60;b&#62;" in cut
 
 
-@pytest.mark.parametrize(
-    ("made", "message", "color"),
-    [
-        (run(), f"{len(CATALOGUE)} passed", "brightgreen"),
-        (run(check(CHECK, "failed")), f"1 check failed, {len(CATALOGUE) - 1} passed", "red"),
-        (run(complete=False), f"incomplete, {len(CATALOGUE)} passed", "lightgrey"),
-        (report(loaders=()), "nothing judged", "lightgrey"),
-    ],
-    ids=["passed", "failed", "cut off", "empty"],
-)
-def test_the_badge(made, message, color):
-    assert badge(made) == {
-        "schemaVersion": 1,
-        "label": "fsdp conformance",
-        "message": message,
-        "color": color,
-        "isError": color == "red",
-    }
-    assert json.loads(badge_json(made)) == badge(made)
-    picture = ElementTree.fromstring(badge_svg(made))
-    assert picture.findtext("{*}title") == f"fsdp conformance: {message}"
-    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")] == ["fsdp conformance", message]
-    assert picture.find("{*}path").get("fill") == COLORS[color]
-
-
 LOADERS = """
 @fsdp_conformance(only=["no_meta_params", "params_equal_reference", "requires_grad_matches_reference"])
 def test_one(fsdp):
@@ -437,9 +421,8 @@ def test_nightly_runs_compared_one_after_another(project: Project) -> None:
     assert "fixed: 2" in compared(fixed)
     folder = project.path / "report"
     assert "2 fixed since" in (folder / "summary.md").read_text()
-    assert json.loads((folder / "badge.json").read_text())["message"] == "passes: 3 passed"
     assert json.loads((folder / "report.json").read_text())["exit_status"] == 0
-    assert "3 passed" in (folder / "badge.svg").read_text()
+    assert "fsdp conformance passes: 3 passed" in (folder / "summary.md").read_text()
 
 
 def test_a_report_of_an_unknown_schema_is_reported_and_excuses_no_failure(project: Project) -> None:

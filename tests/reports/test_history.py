@@ -301,7 +301,6 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
     runs = {"b/report.json": 3, "c/deep/report/report.json": 1, "2026-11-02.json": 2, "a/report.json": 4}
     for name, day in runs.items():
         write(tmp_path, name, night(day, "failed" if day == 4 else "passed"))
-    write(tmp_path, "badge.json", "{}")
     write(tmp_path, "a/evidence/other.json", "{}")
     found = read_earlier([str(tmp_path)], NOW)
     assert [one.header.commit for one in found.past] == ["c1", "c2", "c3", "c4"]

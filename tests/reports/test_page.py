@@ -413,16 +413,30 @@ def test_what_could_be_checked_in_addition_is_said_once_for_each_reason():
     data = {"batches_follow_the_mesh": "no data", "batches_resume": "no data"}
     page = build_view(report(passing("a.py::a", **data), passing("a.py::b", drawn_weights_are_one_draw="no draw")))
     assert [(one.reason, [each.record.check for each in one.checks], one.loaders) for one in page.unchecked] == [
-        ("part", ["loss_parity"], 2),
-        ("no data", ["batches_follow_the_mesh", "batches_resume"], 1),
-        ("no draw", ["drawn_weights_are_one_draw"], 1),
+        ("part", ["loss_parity"], ("a", "b")),
+        ("no data", ["batches_follow_the_mesh", "batches_resume"], ("a",)),
+        ("no draw", ["drawn_weights_are_one_draw"], ("b",)),
     ]
     text = Reader(render(page.report)).text
-    assert "no data in 1 of 2 loaders batches_follow_the_mesh" in text
+    assert "no data in a batches_follow_the_mesh" in text
     failing = Reader(render(report(passing("a.py::a", batches_resume="no data"), factory.broken_loader()))).text
     titles = ("What broke", "All checks", "What could be checked in addition")
     assert sorted(titles, key=failing.index) == list(titles)
     assert "What could be checked in addition" not in Reader(render(report(loader()))).text, "all was checked"
+
+
+def test_what_differs_comes_first_among_what_did_not_fail():
+    differs = {"loss_parity": check("loss_parity", "differs", reason="0.5 apart")}
+    page = build_view(report(loader("a.py::a"), loader("b.py::b", checks=differs)))
+    assert page.verdict[:2] == ("differs", "1 check differs, no check failed")
+    assert [one.title for one in page.loaders] == ["b.py::b", "a.py::a"]
+    assert page.unchecked == []
+    text = Reader(render(page.report)).text
+    assert "0.5 apart in b.py::b loss_parity" in text
+    assert "All judged checks passed" not in text
+    failing = Reader(render(report(loader(checks=differs), factory.broken_loader()))).text
+    titles = ("What broke", "What differs", "Loaders and checks")
+    assert sorted(titles, key=failing.index) == list(titles)
 
 
 def test_the_key_of_the_layouts_has_what_is_drawn():

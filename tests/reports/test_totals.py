@@ -112,9 +112,9 @@ def test_facts_of_a_loader_stay_when_a_later_item_does_not_repeat_them() -> None
 
 
 def test_counts_of_statuses_with_the_kinds_of_skips() -> None:
-    counts = {"passed": 34, "not declared": 4, "not applicable": 5, "error": 2, "partly checked": 1}
+    counts = {"passed": 34, "not declared": 4, "not applicable": 5, "error": 2, "partly checked": 1, "differs": 2}
     assert describe_counts(counts) == (
-        "34 passed, 1 partly checked, 2 errors, 9 skipped (4 not declared, 5 not applicable)"
+        "34 passed, 2 differ, 1 partly checked, 2 errors, 9 skipped (4 not declared, 5 not applicable)"
     )
     assert describe_counts({"error": 1, "skipped": 2}) == "1 error, 2 skipped"
     assert describe_counts({"depends on a failed check": 2}) == "2 skipped (2 depend on a failed check)"
@@ -350,16 +350,29 @@ def test_the_fields_and_checks_to_name_exist() -> None:
     assert set(CHECKS_NAMED_FIRST) <= set(IDS)
 
 
-def test_why_checks_are_partly_checked_is_shown_on_request() -> None:
-    first, second = loader_with(*["partly checked"] * 3), loader_with("partly checked", "passed", name="t.py::test_y")
-    first = replace(first, checks=tuple(replace(check, reason="no step was recorded") for check in first.checks))
-    second = replace(second, checks=(replace(second.checks[0], reason="1 tensor is left out"), second.checks[1]))
-    lines = [line for line, _ in describe_totals([first, second], reasons=True)]
-    assert [line for line in lines if line.startswith("partly checked: ")] == [
-        f"partly checked: {IDS[0]} in t.py::test_x, {IDS[1]} in t.py::test_x and 1 more: no step was recorded",
-        f"partly checked: {IDS[0]} in t.py::test_y: 1 tensor is left out",
+def test_why_checks_differ_or_are_partly_checked_is_said_once_for_each_reason() -> None:
+    def because(reason: str, *kinds: str, name: str = "t.py::test_x") -> LoaderRecord:
+        loader = loader_with(*kinds, name=name)
+        return replace(loader, checks=tuple(replace(check, reason=reason) for check in loader.checks))
+
+    step, lost = "no step was recorded", "0.5\nis lost"
+    loaders = [
+        because(step, *["partly checked"] * 8),
+        because(step, "partly checked", "passed", name="t.py::test_y"),
+        because(step, "partly checked", name="t.py::test_z"),
+        because(lost, "differs", name="t.py::test_w"),
     ]
-    assert not any("no step" in line for line, _ in describe_totals([first, second]))
+    for verbosity in (0, -1):
+        lines = list(describe_totals(loaders, verbosity))
+        assert lines[4:6] == [
+            (f"differs: {IDS[0]} in t.py::test_w: 0.5\\nis lost", {"yellow": True}),
+            (
+                f"partly checked: {', '.join(IDS[:6])} and 2 more in t.py::test_x; "
+                f"{IDS[0]} in t.py::test_y, t.py::test_z: {step}",
+                {"yellow": True},
+            ),
+        ]
+    assert [markup for _, markup in lines[:4]] == [{"green": True}] * 3 + [{"yellow": True}]
 
 
 def test_checks_without_an_item_are_not_counted_as_skipped() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.page.checks import CheckView
@@ -13,23 +13,23 @@ UNCHECKED = ("partly checked", "not declared")
 
 @dataclass(frozen=True)
 class Unchecked:
-    """Checks that did not check everything, for the same reason, and the number of loaders with one of them."""
+    """Checks that did not check everything, for the same reason, and the loaders with one of them."""
 
     kind: str
     reason: str
     checks: tuple[CheckView, ...]
-    loaders: int
+    loaders: tuple[str, ...]
 
 
-def group_unchecked(loaders: Iterable[Iterable[CheckView]]) -> list[Unchecked]:
-    """Return what could be checked in addition, each reason once. ``loaders`` has the checks of each loader."""
+def group_by_reason(loaders: Iterable[tuple[str, Iterable[CheckView]]], kinds: Sequence[str]) -> list[Unchecked]:
+    """Return each reason why checks are of these kinds, in their order. ``loaders`` has names and checks."""
     found: dict[tuple[str, str], dict[str, CheckView]] = {}
-    where: dict[tuple[str, str], set[int]] = {}
-    for number, checks in enumerate(loaders):
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for name, checks in loaders:
         for check in checks:
-            if check.kind in UNCHECKED:
+            if check.kind in kinds:
                 key = check.kind, check.record.reason
                 found.setdefault(key, {}).setdefault(check.record.check, check)
-                where.setdefault(key, set()).add(number)
-    groups = (Unchecked(*key, tuple(checks.values()), len(where[key])) for key, checks in found.items())
-    return sorted(groups, key=lambda group: UNCHECKED.index(group.kind))
+                where.setdefault(key, {})[name] = None
+    groups = (Unchecked(*key, tuple(views.values()), tuple(where[key])) for key, views in found.items())
+    return sorted(groups, key=lambda group: kinds.index(group.kind))

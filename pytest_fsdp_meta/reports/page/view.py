@@ -16,7 +16,7 @@ from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
-from pytest_fsdp_meta.reports.page.unchecked import Unchecked, group_unchecked
+from pytest_fsdp_meta.reports.page.unchecked import UNCHECKED, Unchecked, group_by_reason
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -37,6 +37,7 @@ from pytest_fsdp_meta.text import counted, joined_runs
 
 GLYPHS = {
     "passed": "✓",
+    "differs": "Δ",
     "partly checked": "◐",
     "failed": "✕",
     "error": "!",
@@ -188,7 +189,7 @@ class PageView:
 
     report: Report
     loaders: tuple[LoaderView, ...]
-    """Those with failures first."""
+    """Those with failures first, then those with checks that differ."""
     families: tuple[tuple[str, tuple[CatalogueRecord, ...]], ...]
     """The columns of the matrix."""
     names: Mapping[str, int]
@@ -262,7 +263,15 @@ class PageView:
     @property
     def unchecked(self) -> list[Unchecked]:
         """What could be checked in addition."""
-        return group_unchecked(loader.checks.values() for loader in self.loaders)
+        return self._grouped(UNCHECKED)
+
+    @property
+    def differing(self) -> list[Unchecked]:
+        """What is beyond its limit, and is not judged."""
+        return self._grouped(("differs",))
+
+    def _grouped(self, kinds: Sequence[str]) -> list[Unchecked]:
+        return group_by_reason(((loader.short, loader.checks.values()) for loader in self.loaders), kinds)
 
     @property
     def _only_failing(self) -> str:
@@ -275,7 +284,7 @@ class PageView:
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(state: "incomplete", "failed", "known", "empty" or "passed"; the headline; what it is about)."""
+        """(state: "incomplete", "failed", "known", "empty", "differs" or "passed"; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
         failures = describe_failures(self.report.loaders, len(self.report.missing))
@@ -296,6 +305,9 @@ class PageView:
             return "failed", failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
+        if differing := counts["differs"]:
+            verb = "differs" if differing == 1 else "differ"
+            return "differs", f"{counted(differing, 'check')} {verb}, no check failed", f"{loaders} · {account}"
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
         return "passed", f"All judged checks passed{but}", f"{loaders} · {account}"
@@ -335,9 +347,11 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
     titles = [f"{record.loader}, {record.world}" if many else record.loader for record in report.loaders]
     start = _shared_start(titles)
     few = len(report.loaders) <= MOST_EXPANDED
-    in_order = sorted(
-        zip(report.loaders, titles, strict=True), key=lambda pair: _needs_attention(pair[0]), reverse=True
-    )
+
+    def rank(pair: tuple[LoaderRecord, str]) -> tuple[bool, bool]:
+        return _needs_attention(pair[0]), count_kinds([pair[0]])["differs"] > 0
+
+    in_order = sorted(zip(report.loaders, titles, strict=True), key=rank, reverse=True)
     for number, (record, title) in enumerate(in_order, 1):
         yield LoaderView(
             number=number,
