@@ -259,7 +259,7 @@ class Subject:
         ``parameters`` and ``buffers`` are the names in the model; ``transient`` are those of the non-persistent
         buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist. If
         ``on_some_ranks`` is set, or the ranks are ``stages`` of a pipeline, other ranks may have what a pattern
-        matches: the error is then in ``unmatched``.
+        matches: the error is then in ``patterns``.
         """
         names = [*parameters, *buffers]
         matcher = _Matcher(lenient=stages or bool(self.on_some_ranks))
@@ -291,7 +291,7 @@ class Subject:
             loss_over_ranks=self.loss_over_ranks,
             max_grad_norm=None if self.max_grad_norm is None else float(self.max_grad_norm),
             declared=frozenset(name for name, empty in UNDECLARED.items() if not _is_empty(getattr(self, name), empty)),
-            unmatched=matcher.unmatched,
+            patterns=matcher.patterns,
         )
 
     def _resolve_frozen(self, names: Sequence[str], transient: Collection[str], matcher: _Matcher) -> dict[str, str]:
@@ -329,10 +329,10 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 
 
 class _Matcher:
-    """Match patterns with the names of this rank; a ``lenient`` one records what matches nothing as ``unmatched``."""
+    """Match patterns with the names of this rank; a ``lenient`` one records the error of what matches nothing."""
 
     def __init__(self, lenient: bool) -> None:
-        self.unmatched: dict[str, str] = {}
+        self.patterns: dict[str, str] = {}
         self._lenient = lenient
 
     def match(self, field: str, pattern: str, names: Sequence[str]) -> list[str]:
@@ -340,6 +340,7 @@ class _Matcher:
         if not found:
             noun = "parameter" if field in ("placements", "unsharded") else "tensor"
             self.report(field, pattern, f"matches no {noun} of the model{describe_nearest(pattern, names, noun)}")
+        self.patterns.setdefault(f"{field} {pattern}", "")
         return found
 
     def match_all(self, field: str, patterns: str | Iterable[str], names: Sequence[str]) -> list[str]:
@@ -349,7 +350,7 @@ class _Matcher:
         error = SubjectError(field, f"{pattern!r} {problem}")
         if not self._lenient:
             raise error
-        self.unmatched[f"{field} {pattern}"] = str(error)
+        self.patterns[f"{field} {pattern}"] = str(error)
 
 
 def _rename(name: str, pattern: str, template: str) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts, combine_subjects
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
+from pytest_fsdp_meta.trial.declarations import describe_problem
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
@@ -115,8 +116,6 @@ class Trial:
             facts=world_facts(self.spec),
             stopwatch=self._stopwatch,
         )
-        if problem := next(iter(run.subject.unmatched.values()), ""):
-            raise LoaderFailed(problem)
         evidence = run.evidence(self.tolerance, wanted)
         if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
             raise LoaderFailed(problem)
@@ -127,12 +126,15 @@ class Trial:
             with self._stopwatch.timing("starting"):
                 world.start()
             with self._stopwatch.timing("loading"):
-                return load(world)
+                loaded = load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
             message, summary = error.failures[0].message, add_hints(error.summary)
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
+        if problem := describe_problem(loaded):
+            raise LoaderFailed(problem)
+        return loaded
 
     def _observe(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
         watch = sorted({"collectives", "draws", "memory"} & set(wanted))
@@ -142,8 +144,6 @@ class Trial:
         facts = replace(world_facts(self.spec), devices=gpus, library=library)
         inventory = tuple(rank.inventory for rank in loaded)
         subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
-        if problem := next(iter(subject.unmatched.values()), ""):
-            raise LoaderFailed(problem)
         seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         run = ObservationRun(

@@ -23,8 +23,9 @@ from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
-from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, with_ties
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.loader.declared import Declared, describe_fields
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
 from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
@@ -60,7 +61,11 @@ class Loaded:
     """What one rank returns after loading."""
 
     inventory: RankInventory
+    returned: str
+    """The class of the subject, or "a bare model"."""
     subject: SubjectFacts
+    fields: Mapping[str, Declared]
+    """The fields that name no tensors, to compare them between ranks."""
     recipe: Mapping[str, bytes]
     """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
@@ -111,7 +116,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     rank.state |= {"subject": subject, "watch": watch, "draws": draws}
     rank.state |= {LEFT_BY_LOADER: left, LEFT_IN_TRAINING: training}
     return replace(
-        describe(subject, rank, managed, poison.active),
+        describe(returned, subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
         unknown_operators=tuple(sorted(recorder.unknown)) if recorder else (),
         memory=peak.facts(subject.model, built_optimizer(subject)) if peak else None,
@@ -132,7 +137,9 @@ def resharded_subject() -> Subject:
     return subject
 
 
-def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
+def describe(
+    returned: object, subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool
+) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
     names = _names_by_kind(subject.model)
     transient, stages = non_persistent(subject.model), has_stages(rank)
@@ -159,7 +166,9 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
     }
     return Loaded(
         inventory=inventory,
-        subject=with_ties(facts, inventory),
+        returned=type(subject).__name__ if returned is subject else "a bare model",
+        subject=facts,
+        fields=describe_fields(subject),
         recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),
