@@ -52,7 +52,7 @@ class SubjectFacts:
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author set."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """The patterns and names that one rank declares, each with the error if this rank has nothing that matches."""
+    """The patterns and names that one rank declares, each with the error if nothing on this rank matches; else ""."""
 
 
 def combine_subjects(
@@ -62,14 +62,14 @@ def combine_subjects(
     stages = stages_of(mesh)
     ranks = [_with_ties(rank, own) for rank, own in zip(ranks, inventory, strict=True)]
 
-    def joined(field: str) -> tuple[Any, ...]:
+    def joined(field: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
 
     return replace(
         ranks[0],
         stages=stages,
         by_stage=held_by_stages(stages, inventory),
-        tied=joined("tied"),
+        tied=tuple({frozenset(group): group for rank in ranks for group in rank.tied}.values()),
         drawn=joined("drawn"),
         drawn_rows={name: rows for rank in ranks for name, rows in rank.drawn_rows.items()},
         on_some_ranks=joined("on_some_ranks"),

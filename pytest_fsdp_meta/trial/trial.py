@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_meta.evidence import Evidence, WorldFacts, combine_subjects
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
-from pytest_fsdp_meta.trial.declarations import describe_problem
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
-from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
+from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
 from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
@@ -132,7 +131,7 @@ class Trial:
             message, summary = error.failures[0].message, add_hints(error.summary)
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
-        if problem := describe_problem(loaded):
+        if problem := declared_otherwise(loaded):
             raise LoaderFailed(problem)
         return loaded
 

@@ -331,9 +331,7 @@ def test_an_optimizer_may_be_a_factory_or_an_instance(optimizer):
 )
 def test_a_pattern_that_matches_nothing_is_an_error(field, pattern, message):
     given = {"placements": {pattern: "R"}, "tied": [("embed.weight", pattern)]}.get(field, ["embed.weight", pattern])
-    with pytest.raises(SubjectError) as caught:
-        resolve(**{field: given})
-    assert str(caught.value) == f"Subject({field}=...): {message}"
+    assert list(filter(None, resolve(**{field: given}).patterns.values())) == [f"Subject({field}=...): {message}"]
 
 
 def test_a_rank_that_does_not_exist_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, combine_subjects
-from pytest_fsdp_meta.loader.declared import describe_fields
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, TensorFacts, combine_subjects
+from pytest_fsdp_meta.loader.declared import describe_declarations
 from pytest_fsdp_meta.trial import LoaderFailed
-from pytest_fsdp_meta.trial.declarations import describe_problem
+from pytest_fsdp_meta.trial.obstacles import declared_otherwise
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial_help import build, loss, observe
 
@@ -29,14 +30,14 @@ def inventory(rank, held):
 def loaded(rank, fields, held=HELD):
     """What a rank sends that returns a Subject with these fields; the model has the tensors that are ``held``."""
     subject = Subject(LINEAR, **fields)
-    facts = subject.resolve(held, [], world_size=2, stages=held != HELD)
+    facts = subject.resolve(held, [], world_size=2)
     return SimpleNamespace(
-        inventory=inventory(rank, held), returned="Subject", subject=facts, fields=describe_fields(subject)
+        inventory=inventory(rank, held), subject=facts, declared=describe_declarations(subject, facts)
     )
 
 
 def problem_of(*ranks):
-    return describe_problem([loaded(rank, fields) for rank, fields in enumerate(ranks)])
+    return declared_otherwise([loaded(rank, fields) for rank, fields in enumerate(ranks)])
 
 
 def other(*anything):
@@ -74,75 +75,75 @@ def average(model):
     return nn.Linear(2, 2)
 
 
+ONE, TWO = (lambda model, batch: model.one), (lambda model, batch: model.two)
+
+
 def place(function):
-    return f"{function.__name__} (test_declarations.py:{function.__code__.co_firstlineno})"
+    """How messages show a function: its name, its line and a digest of its code."""
+    (shown,) = describe_declarations(Subject(LINEAR, loss=function), SubjectFacts()).values()
+    assert re.fullmatch(
+        rf"{function.__name__} \(test_declarations.py:{function.__code__.co_firstlineno}, code [0-9a-f]{{8}}\)", shown
+    )
+    return shown
 
 
 STEP = {"train_step": other}
+BARE, WITHOUT = "a bare model", "not declared"
 DIFFERENT = {
-    "patterns": ({"frozen": "a.*"}, {"frozen": "b.*"}, "(frozen=...) for a.weight: declared, not declared"),
-    "frozen on one rank": ({}, {"frozen": "*"}, "(frozen=...) for a.weight: not declared, declared"),
+    "patterns": ({"frozen": "a.*"}, {"frozen": "b.*"}, "frozen", "a.weight", "declared", WITHOUT),
+    "frozen on one rank": ({}, {"frozen": "*"}, "frozen", "a.weight", BARE, "declared"),
     "another name in the verifier": (
-        {"frozen": {"a.*": "x.*"}},
-        {"frozen": {"a.*": "y.*"}},
-        "(frozen=...) for a.weight: x.weight, y.weight",
+        *({"frozen": {"a.*": "x.*"}}, {"frozen": {"a.*": "y.*"}}),
+        *("frozen", "a.weight", "x.weight", "y.weight"),
     ),
-    "tied": ({}, {"tied": [HELD]}, "(tied=...) for a.weight and b.weight: not declared, declared"),
-    "offloaded": ({}, {"offloaded": "b.*"}, "(offloaded=...) for b.weight: not declared, declared"),
-    "unsharded": ({}, {"unsharded": "a.*"}, "(unsharded=...) for a.weight: not declared, declared"),
-    "on_some_ranks": ({"on_some_ranks": "a.*"}, {}, "(on_some_ranks=...) for a.weight: declared, not declared"),
-    "drawn": ({"drawn": "a.*"}, {}, "(drawn=...) for a.weight: declared, not declared"),
+    "tied": (STEP, {**STEP, "tied": [HELD]}, "tied", "a.weight and b.weight", WITHOUT, "declared"),
+    "offloaded": (STEP, {**STEP, "offloaded": "b.*"}, "offloaded", "b.weight", WITHOUT, "declared"),
+    "unsharded": ({}, {"unsharded": "a.*"}, "unsharded", "a.weight", BARE, "declared"),
+    "on_some_ranks": ({"on_some_ranks": "a.*"}, {}, "on_some_ranks", "a.weight", "declared", BARE),
+    "drawn": ({"drawn": "*"}, {"drawn": "b.*"}, "drawn", "a.weight", "declared", WITHOUT),
     "drawn rows": (
-        {"drawn": {"a.*": slice(1, None)}},
-        {"drawn": {"a.*": slice(0, 1)}},
-        "(drawn=...) for a.weight: (1, None), (0, 1)",
+        *({"drawn": {"a.*": slice(1, None)}}, {"drawn": {"a.*": slice(0, 1)}}),
+        *("drawn", "a.weight", "(1, None)", "(0, 1)"),
     ),
     "placements": (
-        {"placements": {"a.*": "R, S(0)"}},
-        {"placements": {"*": "R"}},
-        "(placements=...) for a.weight: R, S(0), R",
+        *({"placements": {"a.*": "R, S(0)"}}, {"placements": {"*": "R"}}),
+        *("placements", "a.weight", "R, S(0)", "R"),
     ),
-    "kept_attributes": (
-        {"kept_attributes": ["_one", "_two"]},
-        {"kept_attributes": "_one"},
-        "(kept_attributes=...): _one, _two, _one",
-    ),
-    "loss_over_ranks": ({"loss_over_ranks": "sum"}, {}, "(loss_over_ranks=...): sum, mean"),
+    "attributes": ({"kept_attributes": ["_a", "_b"]}, {"kept_attributes": "_a"}, "kept_attributes", "", "_a, _b", "_a"),
+    "loss_over_ranks": ({**STEP, "loss_over_ranks": "sum"}, STEP, "loss_over_ranks", "", "sum", WITHOUT),
     "max_grad_norm": (
-        {**STEP, "max_grad_norm": 1},
-        {**STEP, "max_grad_norm": 2},
-        "(max_grad_norm=...): 1.0, 2.0",
+        *({**STEP, "max_grad_norm": 1}, {**STEP, "max_grad_norm": 2}),
+        *("max_grad_norm", "", "1.0", "2.0"),
     ),
-    "slices": ({"data_parallel": (0, 2)}, {"data_parallel": (0, 1)}, "(data_parallel=...): a slice of 2, a slice of 1"),
-    "train_step on one rank": (STEP, {}, f"(train_step=...): {place(other)}, not declared"),
-    "batch on one rank": ({}, {"batch": other}, f"(batch=...): not declared, {place(other)}"),
-    "names in a function": ({"loss": mean}, {"loss": total}, f"(loss=...): {place(mean)}, {place(total)}"),
-    "constants": ({"loss": mean}, {"loss": scaled}, f"(loss=...): {place(mean)}, {place(scaled)}"),
-    "decorated": ({"loss": logged(mean)}, {"loss": mean and total}, f"(loss=...): {place(mean)}, {place(total)}"),
-    "methods": ({"reference": LINEAR.float}, {"reference": LINEAR.half}, "(reference=...): float (module.py:"),
-    "classes": ({"reference": nn.Linear}, {"reference": nn.Bilinear}, "(reference=...): Linear, Bilinear"),
+    "slices": (
+        *({"data_parallel": (0, 2)}, {"data_parallel": (0, 1)}),
+        *("data_parallel", "", "a slice of 2", "a slice of 1"),
+    ),
+    "train_step on one rank": (STEP, {"batch": other}, "train_step", "", "declared", WITHOUT),
+    "batch on one rank": (STEP, {**STEP, "batch": other}, "batch", "", WITHOUT, place(other)),
+    "names in a function": ({"loss": mean}, {"loss": total}, "loss", "", place(mean), place(total)),
+    "constants": ({"loss": mean}, {"loss": scaled}, "loss", "", place(mean), place(scaled)),
+    "lambdas on one line": ({"loss": ONE}, {"loss": TWO}, "loss", "", place(ONE), place(TWO)),
+    "decorated": ({"loss": logged(mean)}, {"loss": logged(total)}, "loss", "", place(mean), place(total)),
+    "classes": ({"reference": nn.Linear}, {"reference": nn.Bilinear}, "reference", "", "Linear", "Bilinear"),
     "a built optimizer": (
-        {"optimizer": SGD(LINEAR.parameters())},
-        {"optimizer": functools.partial(AdamW, lr=0.1)},
-        "(optimizer=...): SGD, AdamW",
+        *({"optimizer": SGD(LINEAR.parameters())}, {"optimizer": functools.partial(AdamW, lr=0.1)}),
+        *("optimizer", "", "SGD", "AdamW"),
     ),
     "beside": (
-        {"beside": {"ema": average}},
-        {"beside": {"ema": average, "scaler": LINEAR}},
-        f"(beside=...): ema: {place(average)}, ema: {place(average)}, scaler: Linear",
+        *({"beside": {"ema": average}}, {"beside": {"scaler": LINEAR, "ema": average}}),
+        *("beside", "", f"ema: {place(average)}", f"ema: {place(average)}, scaler"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_what_ranks_declare_differently_is_an_error(case):
-    first, second, expected = DIFFERENT[case]
-    field, _, texts = expected.partition(":")
-    found = problem_of(first, second)
-    assert found.startswith(f"Subject{field.replace(')', ') differs between ranks', 1)}: ")
-    assert found.replace(" on rank 0", "").replace(" on rank 1", "").partition(":")[2].startswith(texts)
-    assert " on rank 0, " in found
-    assert found.endswith(" on rank 1; declare the same on every rank")
+    *subjects, field, of, first, second = DIFFERENT[case]
+    assert problem_of(*subjects) == (
+        f"Subject({field}=...) differs between ranks{of and f' for {of}'}: {first} on rank 0, {second} on rank 1; "
+        "declare the same on every rank"
+    )
 
 
 THE_SAME = {
@@ -184,9 +185,13 @@ def test_checkpoints_that_ranks_write_for_themselves(tmp_path):
     (folders[2] / "model.safetensors").write_bytes(b"THE SAME")
     first, second, third = ({"reference": folder} for folder in folders)
     assert problem_of(first, second) == ""
-    expected = f"Subject(reference=...) differs between ranks: '{folders[0]}' on ranks 0, 1, '{folders[2]}' on rank 2"
-    assert problem_of(first, first, third) == f"{expected}; declare the same on every rank"
-    assert "build (trial_help.py:" in problem_of(first, {"reference": build})
+    assert problem_of(first, first, third) == (
+        f"Subject(reference=...) differs between ranks: {folders[0]} on ranks 0, 1, {folders[2]} on rank 2; "
+        "declare the same on every rank"
+    )
+    (folders[1] / "more.safetensors").touch()
+    assert "differs between ranks" in problem_of(second, first)
+    assert "Linear on rank 1" in problem_of(first, {"reference": nn.Linear})
 
 
 STAGES = [
@@ -196,7 +201,7 @@ STAGES = [
 
 
 def test_stages_declare_their_own_tensors():
-    assert describe_problem(STAGES) == ""
+    assert declared_otherwise(STAGES) == ""
     both = combine_subjects([rank.subject for rank in STAGES], {"pp": 2}.items(), [rank.inventory for rank in STAGES])
     assert (both.frozen, both.unsharded) == ({"embed.weight": "embed.weight"}, ("norm.weight",))
     assert (both.tied, both.declared) == ((("embed.weight", "in.weight"),), {"frozen", "tied"})
@@ -205,31 +210,21 @@ def test_stages_declare_their_own_tensors():
 
 def test_a_pattern_of_one_rank_that_matches_nowhere():
     wrong = loaded(1, {"frozen": "embeds.*"}, ("norm.weight", "head.weight"))
-    assert describe_problem([STAGES[0], wrong]).startswith("Subject(frozen=...): 'embeds.*' matches no tensor")
+    assert declared_otherwise([STAGES[0], wrong]).startswith("Subject(frozen=...): 'embeds.*' matches no tensor")
     right = loaded(1, {"frozen": "embed.*"}, ("norm.weight", "head.weight"))
-    assert describe_problem([STAGES[0], right]) == ""
+    assert declared_otherwise([STAGES[0], right]) == ""
 
 
-class Own(Subject):
-    """A subclass of the author's."""
-
-
-RETURNED = {
-    "Subject on rank 0, a bare model on rank 1": (Subject, lambda model, **fields: model),
-    "a bare model on rank 0, Subject on rank 1": (lambda model, **fields: model, Subject),
-    "Subject on rank 0, Own on rank 1": (Subject, Own),
-}
-
-
-@pytest.mark.parametrize("kinds", RETURNED)
-def test_ranks_that_return_different_kinds(kinds):
+@pytest.mark.parametrize("bare", [0, 1])
+def test_a_bare_model_on_one_rank(bare):
     def load(fsdp: Rank) -> object:
-        return RETURNED[kinds][fsdp.rank](build(), reference=build, loss=loss)
+        return build() if fsdp.rank == bare else Subject(build(), reference=build, loss=loss)
 
     with pytest.raises(LoaderFailed) as caught:
         observe(load, wanted=["inventory"])
-    advice = "return a Subject that declares the same on every rank"
-    assert caught.value.summary == f"the loader returned {kinds}; {advice}"
+    shown = re.sub(r"\d+, code \w+", "", caught.value.summary)
+    kinds = sorted([f"{BARE} on rank {bare}", f"build (trial_help.py:) on rank {1 - bare}"], key=lambda one: one[-1])
+    assert shown == f"Subject(reference=...) differs between ranks: {', '.join(kinds)}; declare the same on every rank"
 
 
 def test_what_one_of_four_ranks_declares():

@@ -25,10 +25,10 @@ from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.loader.declared import Declared, describe_fields
+from pytest_fsdp_meta.loader.declared import FROM_RANK_0, describe_declarations
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
-from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
+from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.generators import read_all
 from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.mapped import MAPS
@@ -47,11 +47,6 @@ LEFT_BY_LOADER = "random states"
 """The key, in a rank's state, of the states of its generators when the loader returned."""
 LEFT_IN_TRAINING = "modules in training"
 """The key, in a rank's state, of the modules that were in ``train()`` then."""
-SENT_FIELDS = (
-    *("reference", "verifier", "export_reference", "batch", "loss"),
-    *("optimizer", "max_grad_norm", "scheduler", "beside"),
-)
-"""Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
 
@@ -61,13 +56,11 @@ class Loaded:
     """What one rank returns after loading."""
 
     inventory: RankInventory
-    returned: str
-    """The class of the subject, or "a bare model"."""
     subject: SubjectFacts
-    fields: Mapping[str, Declared]
-    """The fields that name no tensors, to compare them between ranks."""
+    declared: Mapping[tuple[str, tuple[str, ...]], str]
+    """A text of each declaration, by the field and the tensors that it is about."""
     recipe: Mapping[str, bytes]
-    """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
+    """The pickled values of the fields that the reference gets; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
     """The paths of reference and verifier, where they are checkpoint directories."""
     lacking: Mapping[str, str]
@@ -116,7 +109,7 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     rank.state |= {"subject": subject, "watch": watch, "draws": draws}
     rank.state |= {LEFT_BY_LOADER: left, LEFT_IN_TRAINING: training}
     return replace(
-        describe(returned, subject, rank, managed, poison.active),
+        describe(subject, rank, managed, poison.active),
         collectives=recorder.collectives(subject.model) if recorder else None,
         unknown_operators=tuple(sorted(recorder.unknown)) if recorder else (),
         memory=peak.facts(subject.model, built_optimizer(subject)) if peak else None,
@@ -137,13 +130,10 @@ def resharded_subject() -> Subject:
     return subject
 
 
-def describe(
-    returned: object, subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool
-) -> Loaded:
+def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
     names = _names_by_kind(subject.model)
-    transient, stages = non_persistent(subject.model), has_stages(rank)
-    facts = subject.resolve(names["parameter"], names["buffer"], transient, rank.world_size, stages)
+    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
     facts = replace(facts, engine=zero3.ENGINE if zero3.adapter(subject.model) else "")
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
@@ -166,9 +156,8 @@ def describe(
     }
     return Loaded(
         inventory=inventory,
-        returned=type(subject).__name__ if returned is subject else "a bare model",
         subject=facts,
-        fields=describe_fields(subject),
+        declared=describe_declarations(subject, facts),
         recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),
@@ -290,7 +279,7 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     packed, built = {}, built_optimizer(subject)
-    for field in SENT_FIELDS:
+    for field in (*FROM_RANK_0, "max_grad_norm", "beside"):
         value = getattr(subject, field)
         if field == "optimizer" and built is not None:
             packed[field] = pack_optimizer(built, subject.model)

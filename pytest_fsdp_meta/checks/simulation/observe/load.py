@@ -95,7 +95,7 @@ def load_simulated(call: Call) -> Loaded:
     doing("taking the inventory")
     subject = judgeable_subject(returned)
     rank.state.update({"subject": subject})
-    return describe(returned, subject, rank, managed_names(subject.model), poison_active=False)
+    return describe(subject, rank, managed_names(subject.model), poison_active=False)
 
 
 def observe_reference(
