@@ -52,7 +52,8 @@ class Subject:
 
     Names are fully qualified names (FQNs) as in ``named_parameters()``, without the components that activation
     checkpointing and ``torch.compile`` insert. Patterns are shell patterns (``fnmatch``) in which ``*`` also matches
-    dots. A pattern that matches nothing is an error, so that a typo cannot make a check pass.
+    dots. A pattern that matches nothing is an error, so that a typo cannot make a check pass; and so is a field that
+    ranks declare differently.
 
     Raises SubjectError, a ValueError, for a wrong field. Types and values are checked on construction; names and
     patterns are matched with the model when the loader returns.
