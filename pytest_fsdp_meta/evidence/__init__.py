@@ -52,7 +52,6 @@ from pytest_fsdp_meta.evidence.records import (
     frozen_sources,
     not_declared,
     partly_held,
-    with_ties,
 )
 
 __all__ = [
@@ -103,5 +102,4 @@ __all__ = [
     "splits_model",
     "splits_sequence",
     "splits_stages",
-    "with_ties",
 ]

@@ -53,8 +53,8 @@ class SubjectFacts:
     """The framework whose engine runs the backward and the optimizer's step, which only the author's step can call."""
     declared: frozenset[str] = frozenset()
     """The fields of Subject that the author set."""
-    unmatched: Mapping[str, str] = field(default_factory=dict)
-    """For patterns that match nothing on this rank, where other ranks may have what they match: the error."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """The patterns and names that one rank declares, each with the error if nothing on this rank matches; else ""."""
 
 
 def combine_subjects(
@@ -62,16 +62,16 @@ def combine_subjects(
 ) -> SubjectFacts:
     """Return what the author declared for all ranks, which may have matched the patterns with different names."""
     stages = stages_of(mesh)
-    first = replace(ranks[0], stages=stages, by_stage=held_by_stages(stages, inventory))
-    if not any(rank.on_some_ranks or rank.unmatched for rank in ranks) and not stages:
-        return first
-    shared = set[str](first.unmatched).intersection(*(rank.unmatched for rank in ranks))
+    ranks = [_with_ties(rank, own) for rank, own in zip(ranks, inventory, strict=True)]
 
     def joined(field: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
 
     return replace(
-        first,
+        ranks[0],
+        stages=stages,
+        by_stage=held_by_stages(stages, inventory),
+        tied=tuple({frozenset(group): group for rank in ranks for group in rank.tied}.values()),
         drawn=joined("drawn"),
         drawn_rows={name: rows for rank in ranks for name, rows in rank.drawn_rows.items()},
         on_some_ranks=joined("on_some_ranks"),
@@ -79,11 +79,15 @@ def combine_subjects(
         offloaded=joined("offloaded"),
         frozen={name: source for rank in ranks for name, source in rank.frozen.items()},
         placements={name: placements for rank in ranks for name, placements in rank.placements.items()},
-        unmatched={pattern: text for pattern, text in first.unmatched.items() if pattern in shared},
+        whole_while_loading=tuple(
+            own.rank for rank, own in zip(ranks, inventory, strict=True) if own.rank in rank.whole_while_loading
+        ),
+        declared=frozenset[str]().union(*(rank.declared for rank in ranks)),
+        patterns={},
     )
 
 
-def with_ties(subject: SubjectFacts, inventory: RankInventory) -> SubjectFacts:
+def _with_ties(subject: SubjectFacts, inventory: RankInventory) -> SubjectFacts:
     """Return the declarations with those of one name of a tie for all its names: they are one parameter."""
 
     tied = inventory.tied_with

@@ -52,7 +52,8 @@ class Subject:
 
     Names are fully qualified names (FQNs) as in ``named_parameters()``, without the components that activation
     checkpointing and ``torch.compile`` insert. Patterns are shell patterns (``fnmatch``) in which ``*`` also matches
-    dots. A pattern that matches nothing is an error, so that a typo cannot make a check pass.
+    dots. A pattern that matches nothing is an error, so that a typo cannot make a check pass; and so is a field that
+    ranks declare differently.
 
     Raises SubjectError, a ValueError, for a wrong field. Types and values are checked on construction; names and
     patterns are matched with the model when the loader returns.
@@ -252,17 +253,15 @@ class Subject:
         buffers: Sequence[str],
         transient: Collection[str] = (),
         world_size: int = 1,
-        stages: bool = False,
     ) -> SubjectFacts:
         """Return the declarations with every pattern resolved to names of this model.
 
         ``parameters`` and ``buffers`` are the names in the model; ``transient`` are those of the non-persistent
-        buffers, which no checkpoint contains. Raises SubjectError for names, patterns and ranks that do not exist. If
-        ``on_some_ranks`` is set, or the ranks are ``stages`` of a pipeline, other ranks may have what a pattern
-        matches: the error is then in ``unmatched``.
+        buffers, which no checkpoint contains. Raises SubjectError for ranks that do not exist. The error of a name or
+        pattern that matches nothing is in ``patterns``, because other ranks may have what it matches.
         """
         names = [*parameters, *buffers]
-        matcher = _Matcher(lenient=stages or bool(self.on_some_ranks))
+        matcher = _Matcher()
         rows: Mapping[str, slice] = self.drawn if isinstance(self.drawn, Mapping) else {}
         placements: dict[str, tuple[str, ...]] = {}
         for pattern, declared in self.placements.items():
@@ -270,9 +269,8 @@ class Subject:
                 placements.setdefault(name, parse_placements(declared))
         for group in self.tied:
             for name in group:
-                if name not in parameters:
-                    hint = describe_nearest(name, parameters, "parameter")
-                    matcher.report("tied", name, f"is not a parameter of the model{hint}")
+                hint = "" if name in parameters else describe_nearest(name, parameters, "parameter")
+                matcher.note("tied", name, name in parameters, f"is not a parameter of the model{hint}")
         return SubjectFacts(
             frozen=self._resolve_frozen(names, transient, matcher),
             tied=tuple(tuple(group) for group in self.tied),
@@ -291,7 +289,7 @@ class Subject:
             loss_over_ranks=self.loss_over_ranks,
             max_grad_norm=None if self.max_grad_norm is None else float(self.max_grad_norm),
             declared=frozenset(name for name, empty in UNDECLARED.items() if not _is_empty(getattr(self, name), empty)),
-            unmatched=matcher.unmatched,
+            patterns=matcher.patterns,
         )
 
     def _resolve_frozen(self, names: Sequence[str], transient: Collection[str], matcher: _Matcher) -> dict[str, str]:
@@ -329,27 +327,23 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 
 
 class _Matcher:
-    """Match patterns with the names of this rank; a ``lenient`` one records what matches nothing as ``unmatched``."""
+    """Match patterns with the names of this rank, and note those that match, and the errors of the others."""
 
-    def __init__(self, lenient: bool) -> None:
-        self.unmatched: dict[str, str] = {}
-        self._lenient = lenient
+    def __init__(self) -> None:
+        self.patterns: dict[str, str] = {}
 
     def match(self, field: str, pattern: str, names: Sequence[str]) -> list[str]:
         found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not found:
-            noun = "parameter" if field in ("placements", "unsharded") else "tensor"
-            self.report(field, pattern, f"matches no {noun} of the model{describe_nearest(pattern, names, noun)}")
+        noun = "parameter" if field in ("placements", "unsharded") else "tensor"
+        hint = "" if found else describe_nearest(pattern, names, noun)
+        self.note(field, pattern, bool(found), f"matches no {noun} of the model{hint}")
         return found
 
     def match_all(self, field: str, patterns: str | Iterable[str], names: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(name for pattern in _listed(patterns) for name in self.match(field, pattern, names)))
 
-    def report(self, field: str, pattern: str, problem: str) -> None:
-        error = SubjectError(field, f"{pattern!r} {problem}")
-        if not self._lenient:
-            raise error
-        self.unmatched[f"{field} {pattern}"] = str(error)
+    def note(self, field: str, pattern: str, found: bool, problem: str) -> None:
+        self.patterns[f"{field} {pattern}"] = "" if found else str(SubjectError(field, f"{pattern!r} {problem}"))
 
 
 def _rename(name: str, pattern: str, template: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
+from filecmp import cmpfiles
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankStateDict
@@ -22,7 +24,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
 from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.text import is_named
+from pytest_fsdp_meta.text import is_named, name_ranks
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:
@@ -78,6 +80,35 @@ def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
     if "inventory" in reasons:
         reasons |= dict.fromkeys(OBSERVATIONS, reasons["inventory"])
     return {name: Unavailable(f"not judged: {reason}", kind="unsupported") for name, reason in reasons.items()}
+
+
+def declared_otherwise(loaded: Sequence[Loaded]) -> str:
+    """Return the error of a pattern that matches on no rank, or of what a rank declares otherwise than another; or "".
+
+    Declarations about tensors are compared between the ranks that hold these: a stage of a pipeline names only its own.
+    """
+    patterns = [pattern for rank in loaded for pattern in rank.subject.patterns.items()]
+    matched = {pattern for pattern, problem in patterns if not problem}
+    if unmatched := next((problem for pattern, problem in patterns if pattern not in matched), ""):
+        return unmatched
+    for field, names in dict.fromkeys(key for rank in loaded for key in rank.declared):
+        ranks: dict[str, list[int]] = {}
+        for rank in loaded:
+            if rank.inventory.by_name.keys() >= set(names):
+                text = rank.declared.get((field, names), "not declared" if rank.declared else "a bare model")
+                ranks.setdefault(text, []).append(rank.inventory.rank)
+        if len(ranks) > 1 and not _equal_checkpoints(ranks):
+            of = f" for {' and '.join(names)}" if names else ""
+            found = ", ".join(f"{text} on {name_ranks(own)}" for text, own in ranks.items())
+            return f"Subject({field}=...) differs between ranks{of}: {found}; declare the same on every rank"
+    return ""
+
+
+def _equal_checkpoints(folders: Collection[str]) -> bool:
+    """Return whether these are folders with the same weights, which each rank may have written for itself."""
+    first, *others = folders
+    names = {file.name for folder in folders for file in Path(folder).glob("*.safetensors")}
+    return bool(names) and all(len(cmpfiles(first, other, names, shallow=False)[0]) == len(names) for other in others)
 
 
 def no_training_declared(subject: SubjectFacts) -> Unavailable | None:

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES, Loads
 from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
-from pytest_fsdp_meta.trial.obstacles import add_hints, unknown_attribute, unsupported
+from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
 from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
@@ -115,8 +115,6 @@ class Trial:
             facts=world_facts(self.spec),
             stopwatch=self._stopwatch,
         )
-        if problem := next(iter(run.subject.unmatched.values()), ""):
-            raise LoaderFailed(problem)
         evidence = run.evidence(self.tolerance, wanted)
         if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
             raise LoaderFailed(problem)
@@ -127,12 +125,15 @@ class Trial:
             with self._stopwatch.timing("starting"):
                 world.start()
             with self._stopwatch.timing("loading"):
-                return load(world)
+                loaded = load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
             message, summary = error.failures[0].message, add_hints(error.summary)
             detail = str(error).replace(error.summary, summary, 1)
             raise LoaderFailed(summary, detail, unanimous_outcome, message, error.place) from error
+        if problem := declared_otherwise(loaded):
+            raise LoaderFailed(problem)
+        return loaded
 
     def _observe(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
         watch = sorted({"collectives", "draws", "memory"} & set(wanted))
@@ -142,8 +143,6 @@ class Trial:
         facts = replace(world_facts(self.spec), devices=gpus, library=library)
         inventory = tuple(rank.inventory for rank in loaded)
         subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
-        if problem := next(iter(subject.unmatched.values()), ""):
-            raise LoaderFailed(problem)
         seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         loads = Loads(world, partial(self._load_again, folder, partial(_load, loader=loader)))

@@ -23,11 +23,12 @@ from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
-from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, with_ties
+from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call
+from pytest_fsdp_meta.loader.declared import FROM_RANK_0, describe_declarations
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
-from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages
+from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.generators import read_all
 from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.mapped import MAPS
@@ -46,11 +47,6 @@ LEFT_BY_LOADER = "random states"
 """The key, in a rank's state, of the states of its generators when the loader returned."""
 LEFT_IN_TRAINING = "modules in training"
 """The key, in a rank's state, of the modules that were in ``train()`` then."""
-SENT_FIELDS = (
-    *("reference", "verifier", "export_reference", "batch", "loss"),
-    *("optimizer", "max_grad_norm", "scheduler", "beside"),
-)
-"""Fields of Subject without which the world of the reference cannot train."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
 
@@ -61,8 +57,10 @@ class Loaded:
 
     inventory: RankInventory
     subject: SubjectFacts
+    declared: Mapping[tuple[str, tuple[str, ...]], str]
+    """A text of each declaration, by the field and the tensors that it is about."""
     recipe: Mapping[str, bytes]
-    """The pickled values of ``SENT_FIELDS``, and of ``clip_grad_norm``; empty on other ranks than 0."""
+    """The pickled values of the fields that the reference gets; empty on other ranks than 0."""
     checkpoints: Mapping[str, str]
     """The paths of reference and verifier, where they are checkpoint directories."""
     lacking: Mapping[str, str]
@@ -135,8 +133,7 @@ def resharded_subject() -> Subject:
 def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
     names = _names_by_kind(subject.model)
-    transient, stages = non_persistent(subject.model), has_stages(rank)
-    facts = subject.resolve(names["parameter"], names["buffer"], transient, rank.world_size, stages)
+    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
     facts = replace(facts, engine=zero3.ENGINE if zero3.adapter(subject.model) else "")
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
@@ -159,7 +156,8 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
     }
     return Loaded(
         inventory=inventory,
-        subject=with_ties(facts, inventory),
+        subject=facts,
+        declared=describe_declarations(subject, facts),
         recipe=_pack_recipe(subject) if rank.rank == 0 else {},
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),
@@ -281,7 +279,7 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     from pytest_fsdp_meta.worlds.system.pickling import dumps
 
     packed, built = {}, built_optimizer(subject)
-    for field in SENT_FIELDS:
+    for field in (*FROM_RANK_0, "max_grad_norm", "beside"):
         value = getattr(subject, field)
         if field == "optimizer" and built is not None:
             packed[field] = pack_optimizer(built, subject.model)
