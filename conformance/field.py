@@ -28,9 +28,9 @@ from typing import Any
 
 import cloudpickle
 
+from conformance.contract import judge_all
 from conformance.field_page import Run, render_overview, render_page
 from conformance.field_results import TASKS, ArchitectureResult, accept
-from conformance.judging import judge_all
 from conformance.released import FIELD, PUBLISHED, record
 from conformance.released_history import Judged
 from fixtures.releases import NO_FSDP_SIZE

@@ -10,8 +10,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from conformance.contract import judge_all
 from fixtures.needs import lacking
-from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
+from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.reports.terminal import describe_failure
@@ -114,22 +115,17 @@ def unexpected(verdicts: Verdicts, skips: Mapping[str, str], usual: Collection[s
             found[id] = describe_failure(verdict, "world", "command")
         elif id in skips and not (skipped and skips[id] in verdict.reason):
             found[id] = f"{verdict.status} ({verdict.reason}), but should be skipped: {skips[id]}"
-        elif skipped and id not in skips and id not in usual and not _may_skip(id, verdict.reason):
+        elif skipped and id not in skips and id not in usual and not _may_skip(verdict):
             found[id] = f"skipped, but should be judged: {verdict.reason}"
     return found
 
 
-def _may_skip(id: str, reason: str) -> bool:
-    return id in MAY_SKIP and MAY_SKIP[id] in reason
+def _may_skip(verdict: Verdict) -> bool:
+    id = verdict.check.id
+    return id in MAY_SKIP and MAY_SKIP[id] in verdict.reason and verdict.why != "differs"
 
 
 def require(needed: str) -> None:
     """Skip the test if the installed releases lack what a loader needs."""
     if lack := lacking(needed):
         pytest.skip(lack)
-
-
-def judge_all(evidence: Evidence) -> Verdicts:
-    """Return the verdict of every built-in check."""
-    catalogue = built_in()
-    return {check.id: judge(check, evidence, catalogue) for check in catalogue}

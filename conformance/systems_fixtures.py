@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from conformance.judging import judge_all
+from conformance.contract import judge_all
 from conformance.released import count_lines, recipe_of
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call

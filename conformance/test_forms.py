@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.judging import judge_all, require, unexpected
+from conformance.contract import judge_all
+from conformance.judging import require, unexpected
 from fixtures.forms import FORMS
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, find_place
 from pytest_fsdp_meta.trial.departure import STAGES

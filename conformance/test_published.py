@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from conformance.judging import judge_all
+from conformance.contract import judge_all
 from fixtures.published import build, tokens
 from fixtures.releases import needs_fsdp_size
 from pytest_fsdp_meta import Subject
