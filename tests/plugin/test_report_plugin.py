@@ -549,9 +549,10 @@ def test_parameters_that_come_after_the_check(project: Project) -> None:
             metafunc.parametrize("repeat", range(2))
         """,
     )
-    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
+    text = "@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n"
+    project.loaders(text, name="test_\u200bit.py")  # what is planned and what is sent are one record
     project.run("--fsdp-report=out").assert_outcomes(passed=2)
-    assert list(by_name(written(project))) == ["test_it.py::test_x[0]", "test_it.py::test_x[1]"]
+    assert list(by_name(written(project))) == ["test_\\u200bit.py::test_x[0]", "test_\\u200bit.py::test_x[1]"]
 
 
 @pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--setup-only", "--collect-only", "--cache-show"])
