@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,8 @@ class ObservationRun(TableRun):
     """Whether the first step is traced although no check fails."""
     _unwritten_draws: frozenset[str] = frozenset()
     """The drawn tensors that the reference itself never writes."""
+    _watched_steps: list[Any] = field(default_factory=list)
+    """The collectives of the steps of the first load, which alone is watched, if another one has trained since."""
     _world_failure: Unavailable = NOT_WANTED
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
@@ -166,6 +168,7 @@ class ObservationRun(TableRun):
         self.see(reference=reference)  # also if the training fails
         runs = self._train_beside(reference)
         if self._departs(runs) and (given := self._giving().own_changes(reference, runs)):
+            self._watched_steps = run_on(self.world, on_ranks.step_collectives.observe_step)
             self.loads.begin_again()
             runs = self._train_beside(self._giving().as_loaded(given))
         trained = self.seen.reference
@@ -222,7 +225,7 @@ class ObservationRun(TableRun):
             return tuple(
                 RankCollectives(rank.collectives or (), unknown=rank.unknown_operators) for rank in self.loaded
             )
-        steps = run_on(self.world, on_ranks.step_collectives.observe_step)
+        steps = self._watched_steps or run_on(self.world, on_ranks.step_collectives.observe_step)
         recorded = [step or (None, None, ()) for step in steps]
         return tuple(
             RankCollectives(rank.collectives or (), step, groups, (*rank.unknown_operators, *unknown))
