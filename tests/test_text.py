@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of, fold_names, name_ranks, names_in
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,20 @@ from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of
         (range(1024), "ranks 0-1023"),
     ],
 )
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Missing key: model.layers.0.norm.weight.", ["layers.0.norm.weight"]),
+        ("Missing key: optimizer.state.norm.weight.exp_avg", ["norm.weight"]),
+        ("'norm.weight' and layers.0.norm.weight", ["norm.weight", "layers.0.norm.weight"]),
+        ("norm.weights, prenorm.weight and bias", []),
+    ],
+)
+def test_names_of_tensors_in_a_text(text, found):
+    assert names_in(text, ["norm.weight", "layers.0.norm.weight", "bias"]) == found
+    assert names_in(text, []) == []
+
+
 def test_name_ranks(ranks, expected):
     assert name_ranks(ranks) == expected
 
