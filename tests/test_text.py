@@ -26,20 +26,6 @@ from pytest_fsdp_meta.text import counted, escape_controls, first_line, first_of
         (range(1024), "ranks 0-1023"),
     ],
 )
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Missing key: model.layers.0.norm.weight.", ["layers.0.norm.weight"]),
-        ("Missing key: optimizer.state.norm.weight.exp_avg", ["norm.weight"]),
-        ("'norm.weight' and layers.0.norm.weight", ["norm.weight", "layers.0.norm.weight"]),
-        ("norm.weights, prenorm.weight and bias", []),
-    ],
-)
-def test_names_of_tensors_in_a_text(text, found):
-    assert names_in(text, ["norm.weight", "layers.0.norm.weight", "bias"]) == found
-    assert names_in(text, []) == []
-
-
 def test_name_ranks(ranks, expected):
     assert name_ranks(ranks) == expected
 
@@ -160,3 +146,17 @@ def test_the_first_line_is_shortened_at_a_word_boundary(text, expected):
 
 def test_control_characters_are_escaped():
     assert escape_controls("\x1b[2J\x00 a\tb\nc\r \x85 \u00e9") == "\\x1b[2J\\x00 a\tb\nc\\r \\x85 \u00e9"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Missing key: model.layers.0.norm.weight.", ["layers.0.norm.weight"]),
+        ("Missing key: optimizer.state.norm.weight.exp_avg", ["norm.weight"]),
+        ("'norm.weight' and layers.0.norm.weight", ["norm.weight", "layers.0.norm.weight"]),
+        ("norm.weights, prenorm.weight and bias", []),
+    ],
+)
+def test_names_of_tensors_in_a_text(text, found):
+    assert names_in(text, ["norm.weight", "layers.0.norm.weight", "bias"]) == found
+    assert names_in(text, []) == []
