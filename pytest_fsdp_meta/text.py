@@ -111,9 +111,13 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def is_named(tensor: str, text: str) -> bool:
-    """Return whether a text has the name of a tensor. One without a module is a word that may mean anything."""
-    return "." in tensor and tensor in text and re.search(rf"(?<![\w.]){re.escape(tensor)}(?!\.?\w)", text) is not None
+def names_in(text: str, names: Iterable[str]) -> list[str]:
+    """Return the names of tensors that are in the text, also within a longer name, such as a checkpoint's.
+
+    A name without a dot may be any word.
+    """
+    known = sorted((name for name in names if "." in name), key=len, reverse=True)
+    return re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, known))})(?!\w)", text) if known else []
 
 
 def counted(number: int, noun: str) -> str:

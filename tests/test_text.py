@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_meta.text import LINES, counted, first_line, first_of, fold_names, name_ranks, printable
+from pytest_fsdp_meta.text import LINES, counted, first_line, first_of, fold_names, name_ranks, names_in, printable
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,17 @@ def test_the_first_line_is_shortened_at_a_word_boundary(text, expected):
 )
 def test_unprintable_characters_are_escaped(text, in_lines, in_one_line):
     assert (printable(text, LINES), printable(text)) == (in_lines, in_one_line)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Missing key: model.layers.0.norm.weight.", ["layers.0.norm.weight"]),
+        ("Missing key: optimizer.state.norm.weight.exp_avg", ["norm.weight"]),
+        ("'norm.weight' and layers.0.norm.weight", ["norm.weight", "layers.0.norm.weight"]),
+        ("norm.weights, prenorm.weight and bias", []),
+    ],
+)
+def test_names_of_tensors_in_a_text(text, found):
+    assert names_in(text, ["norm.weight", "layers.0.norm.weight", "bias"]) == found
+    assert names_in(text, []) == []

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.evidence import (
     partly_held,
 )
 from pytest_fsdp_meta.judging.findings import Finding, Mismatch
+from pytest_fsdp_meta.text import names_in
 
 T = TypeVar("T")
 SHARED = "requires_grad_matches_reference"
@@ -122,6 +123,11 @@ class View:
         """Return the more basic check that the tensor failed, if that explains other differences; record nothing."""
         by = self._already_failed.get(name)
         return None if by == SHARED and by in self.selection.xfailing else by
+
+    def explaining(self, error: str) -> list[str]:
+        """Return the more basic checks that fail the run in a tensor that the text of an error names."""
+        failed = dict.fromkeys(self._already_failed[name] for name in names_in(error, self._already_failed))
+        return [check_id for check_id in failed if check_id not in self.selection.xfailing]
 
     def names(self, *kinds: str, only: Collection[str] | None = None, but: Collection[str] = ()) -> list[str]:
         """Return the judgeable names on any rank, in ``only`` and not in ``but``, each once."""

@@ -23,7 +23,6 @@ from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.poison import NOTICES
-from pytest_fsdp_meta.text import clean_name
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, forward_warnings
 
 IGNORED_LABEL = -100
@@ -149,7 +148,7 @@ def calling(where: str, call: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         shown = call and (_expects_others(error) or ("None" in call and "NoneType" in str(error)))
-        raise CallFailed(f"{where}, called as {call}" if shown else where, names=_used_by_forward(error)) from error
+        raise CallFailed(f"{where}, called as {call}" if shown else where) from error
     except CheckpointException as error:
         raise CallFailed(where) from _first_failure(error)
 
@@ -198,17 +197,6 @@ def blaming_the_forward() -> Iterator[None]:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
             raise CallFailed("the model's forward") from error
         raise
-
-
-def _used_by_forward(error: Exception) -> tuple[str, ...]:
-    """Return the tensors of the innermost module whose method raised the error, as the outermost one names them."""
-    held = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [module for module in held if isinstance(module, Module)]
-    for prefix, module in modules[0].named_modules() if modules else ():
-        if module is modules[-1]:
-            own = (*module._parameters, *module._buffers)
-            return tuple(clean_name(f"{prefix}.{name}" if prefix else name) for name in own)
-    return ()
 
 
 def _expects_others(error: Exception) -> bool:

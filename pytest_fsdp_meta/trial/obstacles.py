@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Sequence
-from dataclasses import replace
 from filecmp import cmpfiles
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
 from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.text import is_named, name_ranks
+from pytest_fsdp_meta.text import name_ranks, names_in
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:
@@ -53,22 +52,22 @@ def add_hints(summary: str) -> str:
     return "; ".join([summary, *(hint for text, hint in HINTS.items() if text in summary)])
 
 
-def from_world_error(error: WorldError, inventory: Sequence[RankInventory] = ()) -> Unavailable:
+def from_world_error(error: WorldError, known: Collection[str] = ()) -> Unavailable:
     """Return the error with its world's output; the item shows the output of the loader's own ranks itself.
 
-    Findings about the model of the ``inventory`` explain an exception only: a rank that is killed, ends or hangs names
-    no tensor. Nor do they explain what another model raises.
+    An exception names some of the ``known`` tensors. A rank that is killed, ends or hangs names none, and what another
+    model raises is not about the loader's.
     """
     outputs = [(rank, text.strip()) for rank, text in enumerate(error.outputs) if text.strip()] if error.label else []
     alone = len(error.outputs) == 1
     shown = [
         f"output of {error.label if alone else f'rank {rank} of {error.label}'}:\n{text}" for rank, text in outputs
     ]
-    first, explicable = error.failures[0], _raises_of_its_own(error) and error.label not in WITHOUT_LOADER
-    known = {tensor.name: None for rank in inventory for tensor in rank.tensors} if explicable else {}
-    names = tuple(name for name in known if name in first.names or is_named(name, first.message))
+    names, first = list[str](), error.failures[0]
+    if _raises_of_its_own(error) and error.label not in WITHOUT_LOADER:
+        names = [*names_in(first.message, known), *first.tensors]
     detail = "\n\n".join([str(error), *shown])
-    return Unavailable(add_hints(error.summary), error=True, detail=detail, names=names)
+    return Unavailable(add_hints(error.summary), error=True, detail=detail, names=tuple(names))
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
@@ -255,16 +254,15 @@ def optimizer_not_loaded_by_torch(ranks: Sequence[FirstStep], subject: SubjectFa
     return ""
 
 
-def explain_missing_state(error: Unavailable, stateless: Sequence[str]) -> Unavailable:
+def explain_missing_state(summary: str, stateless: Sequence[str]) -> str:
     """Add cause and remedy to torch's error about the state of a parameter that got no gradient."""
     for name in stateless:
-        if re.search(rf"Missing (key|optimizer state) .*(?<!\w){re.escape(name)}(?!\w)", error.summary):
-            explained = (
-                f"{error.summary}; {name} got no gradient, so no state of it was saved, but torch expects one for each "
+        if re.search(rf"Missing (key|optimizer state) .*(?<!\w){re.escape(name)}(?!\w)", summary):
+            return (
+                f"{summary}; {name} got no gradient, so no state of it was saved, but torch expects one for each "
                 "trainable parameter of the optimizer: freeze it, or leave it out of the optimizer"
             )
-            return replace(error, summary=explained, names=(*error.names, name))
-    return error
+    return summary
 
 
 def refuses_checkpoint(error: WorldError) -> bool:

@@ -122,7 +122,7 @@ class Reloading(TableRun):
             return replace(reason, detail=f"{SECOND_LOAD_FAILED}:\n\n{reason.detail}")
         if error is self._save_failure:
             return replace(reason, detail=f"{SAVE_NOT_RETRIED}:\n\n{reason.detail}")
-        return explain_missing_state(reason, self._stateless)
+        return replace(reason, summary=explain_missing_state(reason.summary, self._stateless))
 
     # Observations of the first load, which may have been trained.
 

@@ -112,4 +112,5 @@ class TableRun:
         return next((self.unavailable[need] for need in row.needs if need in self.unavailable), None)
 
     def describe_error(self, error: WorldError) -> Unavailable:
-        return from_world_error(error, self.inventory)
+        models = (*self.inventory, *([self.seen.reference.inventory] if self.seen.reference is not None else []))
+        return from_world_error(error, {name for model in models for name in model.by_name})

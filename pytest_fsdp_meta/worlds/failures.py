@@ -34,7 +34,7 @@ class RankFailure:
     stacks. ``when`` is the time on the machine's monotonic clock: the first failure caused the others. ``user``
     marks an error whose message is complete for the user, so that no traceback is shown. ``exception`` and ``message``
     are the qualified class and the text of the exception, and ``place`` is "path:line" of the user's innermost frame.
-    ``names`` are those of ``CallFailed``.
+    ``tensors`` are those of the module in which it was raised.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class RankFailure:
     exception: str = ""
     message: str = ""
     place: str = ""
-    names: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
 
     @property
     def printable(self) -> RankFailure:
@@ -73,13 +73,12 @@ class RankState:
 class CallFailed(Exception):
     """A function of the user's, which ``where`` names, raised this error's ``__cause__``.
 
-    ``detail``, if any, is shown instead of the traceback of the cause. ``names`` are what was in use where it raised.
+    ``detail``, if any, is shown instead of the traceback of the cause.
     """
 
-    def __init__(self, where: str = "", detail: str = "", names: tuple[str, ...] = ()) -> None:
+    def __init__(self, where: str = "", detail: str = "") -> None:
         self.where = where
         self.detail = detail
-        self.names = names
         super().__init__(where)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Subject
@@ -80,11 +82,19 @@ def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, 
     [
         ("no labels", True, "error"),
         ("no labels", False, "error"),
-        pytest.param("element 0 of tensors does not require grad", False, "skipped", marks=pytest.mark.slow),
+        ("element 0 of tensors does not require grad", False, "error"),
+        ("the gradient of 0.weight is None", True, "error"),
+        ("the gradient of 0.weight is None", False, "skipped"),
     ],
-    ids=["the reference raises", "the ranks raise", "it follows from the finding"],
+    ids=[
+        "the reference raises",
+        "the ranks raise",
+        "it has a word",
+        "the reference names a tensor",
+        "it names a tensor",
+    ],
 )
-def test_an_exception_of_the_author_is_an_error_unless_it_follows_from_a_finding(text, alone, status):
+def test_an_exception_of_the_author_is_an_error_unless_it_names_a_tensor_of_a_finding(text, alone, status):
     def raising(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
         if alone or torch.distributed.get_world_size() > 1:
             raise ValueError(text)
@@ -97,7 +107,7 @@ def test_an_exception_of_the_author_is_an_error_unless_it_follows_from_a_finding
     verdicts = judged(loader)
     assert verdicts[TRAINABLE].status == "failed"
     raised = f"{'the reference' if alone else 'ranks 0, 1'} raised ValueError in Subject(loss=...): {text}"
-    explained = f"; the findings of {TRAINABLE} may explain it" * (status == "skipped")
+    explained = f", which the findings of {TRAINABLE} explain; fix those first" * (status == "skipped")
     assert {(found.status, found.reason) for id, found in verdicts.items() if id in TRAINED[1:]} >= {
         (status, raised + explained)
     }
@@ -461,3 +471,53 @@ def test_what_an_observation_needs_is_taken_too():
     assert with_needed({"restored_again"}, ROWS) == {"restored_again", "saved_again", "continued", "state_dict"}
     assert with_needed({"resharded"}, ROWS) == {"resharded", "kept", "state_dict", "reference"}
     assert with_needed({"memory"}, ROWS) == {"memory"}
+
+
+class Tied(nn.Module):
+    """A head that is the embedding; the forward uses the embedding in its place."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.embedding(input) @ self.embedding.weight
+
+
+def tied_in_two_groups(fsdp: Rank) -> Subject:
+    model = Tied()
+    fully_shard(model.head, mesh=fsdp.mesh)
+    return Subject(fully_shard(model, mesh=fsdp.mesh), reference=Tied, batch=batch, loss=loss)
+
+
+def came_apart(fsdp: Rank) -> Subject:
+    """torch has no state to save of a head without a gradient, and refuses to load it."""
+    model = Tied(tied=False)
+    model.head.load_state_dict(model.embedding.state_dict())
+    model = fully_shard(model, mesh=fsdp.mesh)
+    declared = {"optimizer": torch.optim.AdamW, "save": save_by_torch, "resume": resume_by_torch}
+    return Subject(model, reference=Tied, batch=batch, loss=loss, **declared)
+
+
+def save_by_torch(model: nn.Module, optimizer: Any, folder: str) -> None:
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+
+
+def resume_by_torch(model: nn.Module, optimizer: Any, folder: str) -> None:
+    dcp.load(state_of(model, optimizer), checkpoint_id=folder)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []), strict=True))
+
+
+@pytest.mark.parametrize("loader", [tied_in_two_groups, came_apart])
+def test_a_tie_that_came_apart_is_told_once(loader):
+    verdicts = judge_all(observe(loader, built_in().ids()), built_in().ids())
+    assert wrong(verdicts) == {"tied_weights_share_storage": ("failed", "")}
+    raised = [found for found in verdicts.values() if " raised " in found.reason and "explain; fix" in found.reason]
+    assert len(raised) > 3
+    assert {found.by for found in raised} == {("tied_weights_share_storage",)}

@@ -7,8 +7,15 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from pytest_fsdp_meta.worlds.rank.tracebacks import describe_long_chain, format_traceback, user_place
+from pytest_fsdp_meta.worlds.rank.tracebacks import (
+    describe_long_chain,
+    format_traceback,
+    tensors_in_use,
+    user_place,
+)
 
 NOWHERE = Path("/nowhere")
 
@@ -69,3 +76,31 @@ def test_the_place_is_the_innermost_line_of_the_users_code() -> None:
     line = traceback.extract_tb(caught.value.__traceback__)[0].lineno
     assert user_place(caught.value) == f"{__file__}:{line}"
     assert user_place(ValueError("never raised")) == ""
+
+
+class Compiled(nn.Module):
+    """A model behind a wrapper, whose name its tensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(x)
+
+
+@pytest.mark.parametrize(
+    ("act", "found"),
+    [
+        (lambda model: model(torch.ones(2, 3)), ("0.weight", "0.bias")),
+        (lambda model: model(torch.ones(4, 2)), tuple(f"1.1.{name}" for name in nn.BatchNorm1d(3).state_dict())),
+        (lambda model: model.load_state_dict({"_orig_mod.0.weight": torch.ones(3)}), ()),
+        (lambda model: model.wieght, ()),
+        (lambda model: 1 / 0, ()),
+    ],
+    ids=["a forward", "a forward further down", "the model itself", "its attribute", "no module"],
+)
+def test_an_exception_is_raised_in_a_module_with_these_tensors(act, found):
+    with pytest.raises(Exception) as caught:
+        act(Compiled())
+    assert tensors_in_use(caught.value) == found

@@ -208,10 +208,8 @@ def _report_failure(channel: Channel, failure: RankFailure) -> None:
 
 def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     where = detail = ""
-    names = tuple[str, ...]()
     if isinstance(error, CallFailed) and error.__cause__ is not None:
-        where, detail, names = f" in {error.where}" if error.where else "", error.detail, error.names
-        error = error.__cause__
+        where, detail, error = f" in {error.where}" if error.where else "", error.detail, error.__cause__
     kind = type(error)
     try:
         text = str(error)
@@ -231,7 +229,7 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
         exception=f"{kind.__module__}.{kind.__qualname__}",
         message=_shortened(text, 20_000),
         place=tracebacks.user_place(error),
-        names=names,
+        tensors=tracebacks.tensors_in_use(error),
     )
 
 

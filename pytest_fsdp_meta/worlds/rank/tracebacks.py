@@ -9,7 +9,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from pytest_fsdp_meta.text import counted, first_line
+from pytest_fsdp_meta.text import clean_name, counted, first_line
 from pytest_fsdp_meta.worlds.diagnosis.hang import is_library
 
 PLUMBING = (
@@ -101,6 +101,20 @@ def user_place(error: BaseException) -> str:
     """Return "path:line" of the user's innermost frame; "" if the traceback has no frame of the user."""
     users = _of_user(traceback.extract_tb(error.__traceback__))
     return f"{os.path.abspath(users[-1].filename)}:{users[-1].lineno}" if users else ""
+
+
+def tensors_in_use(error: BaseException) -> tuple[str, ...]:
+    """Return the tensors of the innermost module in whose method the error was raised, as the outermost names them."""
+    from torch.nn import Module
+
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # torch's functions that load a state dict call their module so.
+    held = [value for one in frames for value in (one.get("self"), one.get("module")) if isinstance(value, Module)]
+    for prefix, module in held[0].named_modules() if held else ():
+        if module is held[-1]:
+            own = (*module._parameters, *module._buffers)
+            return tuple(clean_name(f"{prefix}.{name}" if prefix else name) for name in own)
+    return ()
 
 
 def _of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

@@ -13,7 +13,7 @@ from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, Noted, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of, is_named
+from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_of
 
 MATERIALISED = ("same_manifest_on_every_rank", "no_meta_params", "no_meta_buffers", "no_uninitialized_memory")
 SOUND = (
@@ -279,10 +279,8 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
     if resharded.refused:
         what = "the optimizer" if resharded.optimizer_refused else "the checkpoint"
         message = f"loading {what} in a world of {size} raises {resharded.refused}"
-        tensors = (tensor.name for rank in view.evidence.inventory for tensor in rank.tensors)
-        by = (view.explained_by(name) for name in tensors if is_named(name, resharded.refused))
-        if explaining := dict.fromkeys(id for id in by if id and id not in view.selection.xfailing):
-            raise Blocked(message, explaining)
+        if by := view.explaining(resharded.refused):
+            raise Blocked(message, by)
         absent = size > view.evidence.world.size and any(text in resharded.refused for text in NOT_THERE)
         yield Finding(None, resharded.ranks, message, "", **(_OF_EACH_RANK if absent else {}))
         return
