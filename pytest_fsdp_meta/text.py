@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,13 @@ def without_occasion(text: str) -> str:
 def printable(text: str, keep: str = "") -> str:
     """Return the text with unprintable characters, except those in ``keep``, written as in Python ("\\x1b")."""
     return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Return the end of a message about a name that does not exist: the nearest that does, or else ``otherwise``."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    hint = f"did you mean {near[0]!r}?" if near else otherwise
+    return f"; {hint}" if hint else ""
 
 
 def fold_names(names: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Files of stored evidence, which ``pytest DIR/evidence`` judges again later without ranks."""
+"""Files of stored evidence, which can be judged again later without ranks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.view import View
+from pytest_fsdp_meta.text import did_you_mean
 
 NOT_OBSERVED = {"world", "subject", "traces", "smaller", "unavailable", "tolerance"}
 OBSERVATIONS = tuple(field.name for field in fields(Evidence) if field.name not in NOT_OBSERVED)
@@ -142,8 +142,7 @@ class Catalogue:
 
     def __getitem__(self, id: str) -> Check:
         if id not in self._checks:
-            near = difflib.get_close_matches(id, self._checks, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(id, self._checks, cutoff=0.5)
             raise ValueError(f"there is no check {id!r}{hint} (pytest --fsdp-list-checks shows all)")
         return self._checks[id]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pytest_fsdp_meta.loader.validation import (
     check_fields,
     parse_placements,
 )
+from pytest_fsdp_meta.text import did_you_mean
 from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:
@@ -234,11 +234,11 @@ class Subject:
             raise Misuse("Subject takes only the model by position; name the other fields: reference=..., ...")
         if fields and not given and "model" not in fields:  # without any fields, copy.copy() makes a subject
             raise SubjectError("model", f"missing; give the loaded model: Subject(model, {next(iter(fields))}=...)")
+        known = cls.__dataclass_fields__
         for name in fields:
-            if name not in cls.__dataclass_fields__:
-                near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(cls.__dataclass_fields__)}"
-                raise SubjectError(name, f"no such field; {hint}")
+            if name not in known:
+                hint = did_you_mean(name, known, f"the fields are {', '.join(known)}")
+                raise SubjectError(name, f"no such field{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

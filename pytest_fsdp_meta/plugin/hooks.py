@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.plugin import (
     collection,
-    evidence_items,
     hookspecs,
     loader_option,
     markers,
@@ -22,7 +20,6 @@ from pytest_fsdp_meta.plugin import (
     usage_errors,
     xdist_workers,
 )
-from pytest_fsdp_meta.plugin.evidence_items import EvidenceFile
 from pytest_fsdp_meta.plugin.fixtures import fsdp, fsdp_world
 from pytest_fsdp_meta.plugin.items import RanksItem, WorldItem
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
@@ -73,10 +70,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     plugin = session.config.stash[SESSION]
     plugin.start()
     loader_option.plan(session.config, plugin.settings, plugin.engine)
-
-
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> EvidenceFile | None:
-    return evidence_items.collect_file(file_path, parent)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

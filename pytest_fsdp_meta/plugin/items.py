@@ -1,7 +1,7 @@
 """Items that use ranks. pytest makes a Function of each test, and ``collection`` one of these classes in its place.
 
-``CheckItem`` is a check of a loader or of stored evidence; each of the two has a module of its own. ``WorldItem`` is a
-test that requests ``fsdp_world``, and ``SpmdItem`` one whose whole body runs on every rank.
+``CheckItem`` reports a check of a loader, which ``loader_items`` runs. ``WorldItem`` is a test that requests
+``fsdp_world``, and ``SpmdItem`` one whose whole body runs on every rank.
 """
 
 from __future__ import annotations
@@ -83,10 +83,7 @@ class Shared:
 
 
 class CheckItem(RanksItem):
-    """One check, of a loader or of stored evidence. Its result is attached to pytest's report, and recorded from there.
-
-    What is attached consists of plain types, so xdist can send it from its workers.
-    """
+    """One check of a loader. Its result is attached to pytest's report in plain types, which xdist can send."""
 
     check: str
     spec: ConformanceSpec
@@ -110,9 +107,9 @@ class CheckItem(RanksItem):
     def judged_evidence(self) -> Evidence | None:
         """Return the evidence on which the outcome is based, if there is any."""
 
+    @abstractmethod
     def is_stored(self) -> bool:
         """Return whether this evidence is stored beside the report."""
-        return False
 
     def raise_outcome(self, outcome: Outcome) -> None:
         """Raise pytest's outcome for the outcome of the check; return if the check passed.

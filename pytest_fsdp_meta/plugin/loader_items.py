@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import CheckRecord
 from pytest_fsdp_meta.reports.terminal import describe_error
-from pytest_fsdp_meta.text import first_line, without_occasion
+from pytest_fsdp_meta.text import did_you_mean, first_line, without_occasion
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, judge_smaller_worlds, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import LeaseError, WorldSpec
 
@@ -148,10 +147,9 @@ class LoaderItem(CheckItem, pytest.Function):
             known = _pytest_private.fixtures_instead(error)
             if runs_nothing(self.config) or not known:
                 raise
-            near = difflib.get_close_matches(str(error.argname), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "pytest --fixtures lists those that there are"
+            hint = did_you_mean(str(error.argname), known, "pytest --fixtures lists those that there are")
             by = f", which fixture {error.request.fixturename!r} requests," if error.request.fixturename else ""
-            run.failure = LoaderFailed(f"fixture {error.argname!r}{by} does not exist; {hint}")
+            run.failure = LoaderFailed(f"fixture {error.argname!r}{by} does not exist{hint}")
 
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Let the headline of an error of the loader name the loader, not the check whose item has it first."""

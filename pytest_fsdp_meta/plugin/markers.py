@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, ov
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import shards_data
 from pytest_fsdp_meta.loader.call import BODY
-from pytest_fsdp_meta.text import printable
+from pytest_fsdp_meta.text import did_you_mean, printable
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, SCOPES, resolve_mesh
 
 if TYPE_CHECKING:
@@ -255,9 +254,8 @@ def _require_known(positional: tuple[Any, ...], arguments: Mapping[str, Any], de
         raise ValueError(f"unexpected positional argument {positional[0]!r}; the arguments are {', '.join(known)}")
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
-            raise ValueError(f"unknown argument {name!r}; {hint}")
+            hint = did_you_mean(name, known, f"the arguments are {', '.join(known)}")
+            raise ValueError(f"unknown argument {name!r}{hint}")
 
 
 def _why_not_simulated(arguments: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ Ranks import this module, so nothing here imports pytest.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.text import did_you_mean
 from pytest_fsdp_meta.worlds import Rank
 
 GIVEN = ("fsdp", "checkpoint")
@@ -116,9 +116,7 @@ def find_function(name: str) -> tuple[ModuleType, Callable[..., Any]]:
             known = dir(attrgetter(owner)(module) if owner else module)
         except AttributeError:
             known = []
-        near = difflib.get_close_matches(last, known, n=1)
-        hint = f"; did you mean {'.'.join(filter(None, (owner, near[0])))!r}?" if near else ""
-        raise Unfit(f"module {module_name!r} has no {attribute!r}{hint}") from None
+        raise Unfit(f"module {module_name!r} has no {attribute!r}{did_you_mean(last, known)}") from None
     if not callable(function):
         raise Unfit(f"{name} is of type {type(function).__name__}, but should be a function that loads the model")
     return module, function

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.evidence import store
 
 CHECK_AT_END = re.compile(r"[-\[](\w+)\]$")
 
@@ -23,12 +22,6 @@ def split_node_id(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
         nodeid = nodeid.rpartition("@")[0]
         prefix = loader_of(nodeid, catalogue)
     return None if prefix is None else (join_without_check(prefix, "]"), nodeid[len(prefix) : -1])
-
-
-def split_evidence_node_id(nodeid: str) -> tuple[str, str] | None:
-    """Return the file and the check of an item of stored evidence; None for any other item."""
-    file, _, check = nodeid.partition("::")
-    return (file, check) if file.endswith(store.SUFFIX) and check else None
 
 
 def join_without_check(before: str, after: str) -> str:

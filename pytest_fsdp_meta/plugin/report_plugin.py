@@ -17,9 +17,8 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.comparer import Comparer
-from pytest_fsdp_meta.plugin.evidence_items import is_judged
 from pytest_fsdp_meta.plugin.items import CheckItem
-from pytest_fsdp_meta.plugin.node_ids import split_evidence_node_id, split_node_id
+from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
@@ -119,15 +118,10 @@ class ReportPlugin:
             self._write(Report(SCHEMA, self._header), self._clear)
 
     def _clear(self) -> None:
-        """Delete the files of an earlier run, so that they never pass for this run's if the disk is full.
-
-        Stored evidence goes as well, unless this run judges it.
-        """
+        """Delete the files of an earlier run, so that they never pass for this run's if the disk is full."""
         assert self._writer is not None
         self._writer.clear((PAGE, SUMMARY))
-        folder = self._writer.folder / store.FOLDER
-        if not is_judged(folder, self._config):
-            store.clear_evidence(folder)
+        store.clear_evidence(self._writer.folder / store.FOLDER)
 
     def pytest_report_header(self) -> str:
         settings, simulated = self._settings, bool(self._settings.simulate)
@@ -161,7 +155,7 @@ class ReportPlugin:
             self._start_report()
         worker = self._worker_suffix(node)
         for nodeid in ids:
-            if parts := split_node_id(nodeid, self._catalogue) or split_evidence_node_id(nodeid):
+            if parts := split_node_id(nodeid, self._catalogue):
                 key, check = parts[0] + worker, parts[1]
                 self._records.plan(ItemContext(key, key, CheckRecord(check, "not run", nodeid + worker)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -16,6 +15,7 @@ import pytest
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.plugin import option_values
 from pytest_fsdp_meta.plugin._pytest_private import ini_keys
+from pytest_fsdp_meta.text import did_you_mean
 
 DEVICES = ("auto", "cpu", "cuda", standin.NAME)
 BACKENDS = ("auto", "gloo", "nccl")
@@ -230,23 +230,14 @@ OPTIONS = (
 )
 
 
-GONE = {
-    "--fsdp-simulate-ranks": "write them in the decorator: @fsdp_conformance(simulate=512, simulate_ranks=[1, 511])",
-    "--fsdp-world-scope": 'write the scope in the decorator: @fsdp_spmd(scope="module")',
-    "--fsdp-ray-address": "set the environment variable RAY_ADDRESS",
-    "--fsdp-localise": "the first step that departs is traced without an option",
-    "--fsdp-keep-evidence": "evidence is kept beside every report: --fsdp-report=DIR",
-}
-"""Option that there was -> what to do instead."""
+CLOSE = 0.75
+"""Least similarity of an option that may be a misspelling of another: other plugins' often end like one of these."""
 EARLIER_RUN = "an earlier run: --fsdp-compare=OLD/report.json"
 DEPENDENT = (
     ("allow_missing", "compare", EARLIER_RUN),
     ("memory_reserve", "device_memory", "--fsdp-device-memory=SIZE"),
 )
 """Option that does nothing without another one, that one, and how a usage error asks for it."""
-PREFIX = "PYTEST_FSDP_"
-INTERNAL = "PYTEST_FSDP_META_"
-"""How the names of variables begin that the plugin sets itself."""
 FLAGS = (*(option.flag for option in OPTIONS), "--fsdp-init", "--fsdp-list-checks")
 
 
@@ -278,17 +269,13 @@ def check_options(config: pytest.Config, parser: pytest.Parser, args: Sequence[s
     _, unknown = parser.parse_known_and_unknown_args(args, copy(config.known_args_namespace))
     for argument in unknown:
         typed = argument.partition("=")[0]
-        if typed in GONE:
-            raise pytest.UsageError(f"{typed}: there is no such option any more; {GONE[typed]}")
-        near = difflib.get_close_matches(typed.replace("_", "-"), FLAGS, n=1, cutoff=0.75)
-        if typed.startswith("--") and near:
-            raise pytest.UsageError(f"{typed}: there is no such option; did you mean {near[0]}?")
-        if typed.startswith("--fsdp"):
-            raise pytest.UsageError(f"{typed}: there is no such option; the options are {', '.join(FLAGS)}")
+        hint = did_you_mean(typed.replace("_", "-"), FLAGS, cutoff=CLOSE)
+        if typed.startswith("--") and hint:
+            raise pytest.UsageError(f"{typed}: there is no such option{hint}")
 
 
 def _check_ini_keys(config: pytest.Config) -> None:
-    """Raise UsageError for the first key in the ini file that misspells an option of this plugin, or that it had once.
+    """Raise UsageError for the first key in the ini file that misspells an option of this plugin.
 
     Other plugins and conftest files may have registered keys that begin with the same word.
     """
@@ -296,10 +283,8 @@ def _check_ini_keys(config: pytest.Config) -> None:
     for key in ini_keys(config):
         if not key.startswith("fsdp_") or key in known or _is_registered(config, key):
             continue
-        if instead := GONE.get(f"--{key.replace('_', '-')}"):
-            raise pytest.UsageError(f"ini option {key}: there is no such option any more; {instead}")
-        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.75):
-            raise pytest.UsageError(f"ini option {key}: there is no such option; did you mean {near[0]}?")
+        if hint := did_you_mean(key, known, cutoff=CLOSE):
+            raise pytest.UsageError(f"ini option {key}: there is no such option{hint}")
 
 
 def _is_registered(config: pytest.Config, key: str) -> bool:
@@ -311,13 +296,7 @@ def _is_registered(config: pytest.Config, key: str) -> bool:
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """Read and check all settings. Raises UsageError with one line: the source of an invalid value, and what is valid.
-
-    So does an environment variable that looks like a setting: none is read.
-    """
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and not name.startswith(INTERNAL):
-            raise pytest.UsageError(f"{name} is not read; write the option in PYTEST_ADDOPTS or in the ini file")
+    """Read and check all settings. Raises UsageError with one line: the source of an invalid value, what is valid."""
     _check_ini_keys(config)
     values: dict[str, Any] = {}
     given: list[str] = []

@@ -5,7 +5,6 @@ Every size of a configuration is reduced as far as its architecture allows.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pytest_fsdp_meta.text import did_you_mean
 
 CAUSAL_LMS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """All model types that have a causal language model, in transformers' order."""
@@ -203,9 +204,7 @@ def tiny_config(model_type: str, *, revealing: bool = False, **sizes: Any) -> Pr
     five experts. Raises ValueError for a model type that transformers does not know.
     """
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"transformers has no model type {model_type!r}{hint}")
+        raise ValueError(f"transformers has no model type {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING)}")
     return _shrink(CONFIG_MAPPING[model_type], sizes, SIZES | REVEALING if revealing else SIZES)
 
 

@@ -1,8 +1,7 @@
-"""``--fsdp-report``: the report of a run, stored evidence judged again, and the totals in the terminal."""
+"""``--fsdp-report``: the report of a run, the evidence stored beside it, and the totals in the terminal."""
 
 from __future__ import annotations
 
-import gzip
 import html
 import json
 import xml.etree.ElementTree as ET
@@ -12,12 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.evidence.store import read_evidence
 from pytest_fsdp_meta.plugin.report_plugin import LOCK
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord, Report
 from pytest_fsdp_meta.worlds.leases import LockedFile
-from tests.conftest import CHECK, Project, errors
+from tests.conftest import Project, errors
 from tests.docs.report_schema import report_schema
 
 LOADERS = """
@@ -128,17 +128,17 @@ def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
 
 
 def _judged_again(project: Project, report: Report) -> None:
-    """Judge the stored evidence without ranks, with the same verdicts."""
+    """Judge the stored evidence without ranks, with the same findings."""
     files = [loader.evidence for loader in report.loaders]
     assert [bool(file) and (project.path / "out" / file).is_file() for file in files] == [True, True, True, False]
-    result = project.run("out/evidence", "--fsdp-report=again")
-    again = by_name(written(project, "again"))
     for loader in report.loaders[:3]:
-        assert offered(again[loader.loader]) == offered(loader)
-        assert [check.findings for check in again[loader.loader].checks] == [check.findings for check in loader.checks]
-    assert "rerun: python -m pytest out/evidence/" in result.stdout.str()
-    named = project.run(f"{files[0]}::no_meta_params".replace("evidence", "out/evidence", 1))
-    named.assert_outcomes(passed=1)
+        evidence, catalogue = read_evidence(project.path / "out" / loader.evidence).evidence, built_in()
+        for check in ("no_meta_params", "no_uninitialized_memory"):
+            again = judge(catalogue[check], evidence, catalogue).findings
+            assert [one.actual for one in again] == [one.actual for one in the(loader, check).findings]
+    # A new report has no evidence of an earlier run.
+    project.run("--fsdp-report=out", "-k", "raises")
+    assert not list((project.path / "out" / "evidence").iterdir())
 
 
 def _in_junit(path: Path) -> None:
@@ -308,26 +308,6 @@ def test_a_foreign_page_is_not_overwritten(project: Project) -> None:
     assert (project.path / "site" / "index.html").read_text() == "mine"
 
 
-def test_inconsistent_evidence_is_reported_in_one_line(project: Project) -> None:
-    project.loaders(
-        """
-        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
-        def test_x(fsdp): return load(fsdp, reference=build, batch=lambda step: {"input": torch.ones(4, 4)},
-                                      loss=lambda model, batch: model(**batch).mean())
-        """
-    )
-    project.run("--fsdp-report=out").assert_outcomes(passed=2)
-    (path,) = (project.path / "out" / "evidence").iterdir()
-    data = json.loads(gzip.decompress(path.read_bytes()))
-    data["evidence"]["inventory"][0]["rank"] = 7
-    path.write_bytes(gzip.compress(json.dumps(data).encode()))
-    result = project.run("out/evidence", "--fsdp-report=again")
-    assert "Traceback" not in result.stdout.str()
-    assert "INTERNALERROR" not in result.stdout.str()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*inconsistent evidence (IndexError: *"])
-
-
 def test_a_run_without_judged_checks_does_not_pass_though_its_failure_is_known(project: Project) -> None:
     project.loaders(
         """
@@ -371,30 +351,6 @@ def test_a_run_without_judged_checks_does_not_pass(project: Project) -> None:
     assert project.run("-k", "marked").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_an_error_is_an_error_again_when_stored_evidence_is_judged(project: Project) -> None:
-    project.loaders(
-        """
-        def batch(step): raise OSError("no data")
-
-        @fsdp_conformance(only=["no_meta_params", "loss_parity"], world_size=1)
-        def test_x(fsdp): return load(fsdp, reference=build, batch=batch)
-        """
-    )
-    project.run("--fsdp-report=out").assert_outcomes(passed=1, errors=1)
-    before = [(one.check, one.status, one.reason) for one in written(project).loaders[0].checks]
-    project.run("out/evidence", "--fsdp-report=again").assert_outcomes(passed=1, errors=1)
-    assert [(one.check, one.status, one.reason) for one in written(project, "again").loaders[0].checks] == before
-
-
-def test_evidence_is_collected_only_if_the_command_line_names_it(project: Project) -> None:
-    project.write("test_it.py", "def test_x(): ...\n")
-    project.write("out/evidence/a.evidence.json.gz", "no gzip")
-    project.collect().assert_outcomes(passed=1)
-    result = project.collect("out/evidence")
-    result.assert_outcomes(failed=1)
-    assert [line for line in result.outlines if line.endswith("truncated (BadGzipFile: Not a gzipped file (b'no'))")]
-
-
 def test_a_file_that_never_ends_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^/dev/zero: more than 512 MiB of JSON, which is the limit"):
         read_report(Path("/dev/zero"))
@@ -404,31 +360,6 @@ def test_the_published_schema_is_current() -> None:
     published: Any = json.loads(Path("docs/report.schema.json").read_text())
     assert published == report_schema(), "run `make docs`"
     jsonschema.Draft202012Validator.check_schema(published)
-
-
-def test_evidence_is_kept_by_the_runs_that_judge_it(project: Project) -> None:
-    project.loaders("@fsdp_conformance(only=['no_meta_params', 'gone'])\ndef test_x(fsdp): return load(fsdp)\n")
-    project.write("conftest.py", CHECK.format(name="gone", after=[], value="[gone]"))
-    project.run("--fsdp-report=out").assert_outcomes(passed=2)
-    (whole,) = (project.path / "out" / "evidence").iterdir()
-    project.write("conftest.py", CHECK.format(name="later", after=[], value="[later]"))
-    result = project.run("out/evidence", "-v", "--fsdp-report=out")
-    result.assert_outcomes(passed=2, warnings=1)
-    result.stdout.fnmatch_lines(
-        ["*::later PASSED*", "*test_x: the catalogue no longer has gone, which the stored run had*"]
-    )
-    # Damaged files do not prevent judging the others.
-    data = whole.read_bytes()
-    whole.with_name("cut.evidence.json.gz").write_bytes(data[: len(data) // 2])
-    whole.with_name("garbled.evidence.json.gz").write_bytes(data[:30] + bytes(40) + data[70:])
-    result = project.run("out/evidence")
-    assert {name: result.parseoutcomes()[name] for name in ("passed", "failed")} == {"passed": 2, "failed": 2}
-    assert sum("not stored evidence, or truncated" in line for line in result.outlines) >= 2
-    assert "Traceback" not in result.stdout.str()
-    # A new report has no evidence of an earlier run.
-    project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_y(fsdp): return load(fsdp)\n")
-    project.run("--fsdp-report=out")
-    assert not whole.exists()
 
 
 def test_the_report_shows_the_example_that_failed(project: Project) -> None:
@@ -577,7 +508,7 @@ def test_a_mistyped_path_leaves_the_earlier_report_alone(project: Project) -> No
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.run("--fsdp-report=out")
     files = {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()}
-    for arguments in (["out"], ["nowhere.py"], ["out/evidence/nowhere.evidence.json.gz"]):
+    for arguments in (["out"], ["nowhere.py"]):
         assert project.run(*arguments, "--fsdp-report=out").ret not in (0, 1)
     assert {path: path.read_bytes() for path in (project.path / "out").rglob("*") if path.is_file()} == files
 

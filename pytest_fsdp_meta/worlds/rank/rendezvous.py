@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import random
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from pytest_fsdp_meta import standin
+from pytest_fsdp_meta.text import did_you_mean
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.rank import process_groups, shapes
@@ -54,9 +54,8 @@ class Rank:
             known = [one for one in (*self.__dataclass_fields__, *vars(Rank)) if not one.startswith("_")]
             if name in known:  # its own error
                 return object.__getattribute__(self, name)
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise AttributeError(f"fsdp has no attribute {name!r}; {hint}")
+            hint = did_you_mean(name, known, f"it has {', '.join(known)}")
+            raise AttributeError(f"fsdp has no attribute {name!r}{hint}")
 
     @property
     def mesh(self) -> DeviceMesh:
