@@ -10,6 +10,14 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 # Containers often set it; then each of the many interpreters of a test run compiles torch's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Pinned, and installed first: given a version range, pip would install the newest build with gigabytes of CUDA.
+TORCH := torch==2.13.0
+RELEASE_TOOLS := build check-wheel-contents twine
+
+# Creates an environment, if torch has a build for this Python: pip would only say that there is no matching distribution.
+VENV = @$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 14) else "needs Python 3.10 to 3.14, but $(PYTHON) is \
+%d.%d: pass another one, for example make PYTHON=python3.11" % sys.version_info[:2])' && $(PYTHON) -m venv
+
 RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
@@ -17,7 +25,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed diffusers fms lightning litgpt olmo_core peft sentence_transformers torchao torchtitan torchtune trainer trl veomni verl
 
-.PHONY: help conformance test slow nightly lint check wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow nightly lint check wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -26,8 +34,9 @@ help:
 	@echo "make check        the same without lint"
 	@echo "make slow         the other tests: every form of sharding by every check, the module where a step departs, pages of docs"
 	@echo "make nightly      what CI runs each night: every further defect, forms on the stand-in device, the whole matrix"
-	@echo "make lint         run ruff, mypy and import-linter"
+	@echo "make lint         run ruff, mypy and import-linter, and resolve the pins in constraints.txt for the oldest and newest Python"
 	@echo "make format       format and fix with ruff"
+	@echo "make pins         write constraints.txt: a version of each dependency for each Python (UPGRADE=1: the newest ones)"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
 	@echo "make wild         judge those with a recipe in docs/frameworks, and write the tables in docs/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
@@ -118,17 +127,42 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory check-pins
+
+# What pip would install for the first release of the oldest Pythons and for the newest, from what PyPI says: some packages
+# need a later patch release of Python. Exit status 1: there is no solution, and anything else: uv could not ask PyPI.
+check-pins: .venv-pins/bin/uv
+	@for python in 3.10.0 3.11.0 3.14.0; do \
+	  $(RESOLVE) --python-version $$python --only-binary :all: --constraints constraints.txt --output-file /dev/null; \
+	  case $$? in \
+	    0) ;; \
+	    1) echo "constraints.txt cannot be installed with Python $$python: run make pins"; exit 1;; \
+	    *) echo "constraints.txt was not resolved, which needs PyPI: connect to a network, or run make check instead"; exit 1;; \
+	  esac; \
+	done
+
+# Keeps the versions in constraints.txt that still fit. Not those of CUDA, which only some builds of torch have.
+pins: .venv-pins/bin/uv
+	$(RESOLVE) --universal --python-version 3.10 $(if $(UPGRADE),--upgrade) --no-annotate --output-file constraints.txt \
+	  --custom-compile-command "make pins: the versions that this repository is tested with; pyproject.toml has the ranges for users"
+	sed -i -E '/^(cuda|nvidia|triton)/d' constraints.txt
+
+RESOLVE = printf '%s\n' $(TORCH) $(RELEASE_TOOLS) | .venv-pins/bin/uv pip compile --quiet --python .venv-pins/bin/python \
+  --all-extras pyproject.toml -
+
+.venv-pins/bin/uv:
+	$(VENV) .venv-pins
+	.venv-pins/bin/python -m pip install --quiet uv==0.13.9
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch first and pinned: given a version range, pip would install the newest build with gigabytes of CUDA. Python compiles
-# the modules that are used when they are first imported: compiling all of torch and transformers while installing takes
-# longer than the rest of it.
+# Python compiles the modules that are used when they are first imported: compiling all of torch and transformers while
+# installing takes longer than the rest of it.
 .venv/judging: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(VENV) .venv
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[conformance]'
 	@touch $@
 
@@ -138,14 +172,14 @@ format: .venv/installed
 
 # Without torch, so that a machine that only builds the wheel installs this in seconds.
 .venv-release/installed: constraints.txt
-	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/python -m pip install --quiet -c constraints.txt build check-wheel-contents twine
+	$(VENV) .venv-release
+	.venv-release/bin/python -m pip install --quiet -c constraints.txt $(RELEASE_TOOLS)
 	@touch $@
 
 # A separate environment, so that Ray's dependencies affect nothing else.
 .venv-ray/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-ray
-	$(RAY)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(VENV) .venv-ray
+	$(RAY)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(RAY)/python -m pip install --quiet -c constraints.txt -e '.[test,ray]'
 	@touch $@
 
@@ -195,10 +229,10 @@ bench-worlds: .venv-peers/installed
 bench-faults: .venv-peers/installed
 	.venv-peers/bin/python -m benchmarks.faults --out $(DATED)-faults.md
 
-# torch first and pinned, as above. Only the tools that are on PyPI are installed: see the file.
+# Only the tools that are on PyPI are installed: see the file.
 .venv-peers/installed: benchmarks/peers/requirements.txt
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV) .venv-peers
+	.venv-peers/bin/python -m pip install --quiet $(TORCH)
 	.venv-peers/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
 	@touch $@
 
@@ -238,4 +272,4 @@ site: docs
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 clean:
-	rm -rf .venv .venv-ray .venv-release .venv-systems .venv-versions build dist
+	rm -rf .venv .venv-pins .venv-ray .venv-release .venv-systems .venv-versions build dist
