@@ -79,15 +79,10 @@ class Giving:
     def _give_state(self) -> dict[str, str]:
         """Give the reference's optimizer the state of the loader's; return what could not be given, and why."""
         found = run_on(self.world, on_ranks.given.record_optimizer_state, str(self.folder))
-        given, not_given = self._divide([parts for parts, *_ in found], "optimizer state differs between the ranks")
-        numbers: dict[Moment, float] = {}
-        for _, own, unknown in found:
-            not_given |= dict.fromkeys(unknown, "the optimizer has state of another shape for it")
-            unlike = (moment.name for moment in own if numbers.get(moment, own[moment]) != own[moment])
-            not_given |= dict.fromkeys(unlike, "optimizer state differs between the ranks")
-            numbers |= own
+        given, not_given = self._divide([parts for parts, _ in found], "optimizer state differs between the ranks")
+        for _, unknown in found:
+            not_given |= dict.fromkeys(unknown, "optimizer state of another shape")
         run_on(self.reference_world, on_ranks.given.give, given, GIVEN_STATE, str(self.folder))
-        run_on(self.reference_world, on_ranks.given.give_numbers, numbers)
         return not_given
 
     def _divide(self, held: Held, unlike: str) -> tuple[list[dict[Moment, PartFacts]], dict[str, str]]:
@@ -95,10 +90,9 @@ class Giving:
         differing: set[Moment] = set()
         for moment in dict.fromkeys(moment for own in held for moment in own):
             holders = [rank.rank for rank in self.seen.inventory if (t := rank.by_name.get(moment.name)) and t.numel]
-            parts = {own[moment].facts: own[moment].digest for own in held if moment in own}
-            if any(held[rank].get(moment) is None for rank in holders) or any(
-                parts[own[moment].facts] != own[moment].digest for own in held if moment in own
-            ):
+            parts = {own[moment] for own in held if moment in own}
+            lacking = any(moment not in held[rank] for rank in holders)
+            if lacking or len(parts) > len({part.facts for part in parts}):
                 differing.add(moment)
         given = [{m: part.facts for m, part in own.items() if m not in differing} for own in held]
         return given, {moment.name: unlike for moment in differing}

@@ -106,7 +106,7 @@ __all__ = [
 _OBSERVERS = {
     "loading": "load load_simulated",
     "building the reference": "record_reference observe_reference",
-    "giving the reference what the ranks have": "adopt_values adopt_requires_grad give give_numbers depends_on",
+    "giving the reference what the ranks have": "adopt_values adopt_requires_grad give depends_on",
     "building the verifier": "record_verifier",
     "reading the verifier": "missing_from_verifier",
     "building export_reference": "record_export_reference",

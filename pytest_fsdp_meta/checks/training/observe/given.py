@@ -27,9 +27,6 @@ from pytest_fsdp_meta.ranks.optimizers import built_optimizer
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, without_repetition
 from pytest_fsdp_meta.worlds import current
 
-NUMBERS = "given numbers"
-"""The key of plain numbers in the state of the reference's world."""
-
 
 def record_buffers(folder: str) -> dict[Moment, RecordedPart]:
     """Record this rank's parts of the buffers that its steps have changed by themselves, as they were then."""
@@ -46,31 +43,29 @@ def record_buffers(folder: str) -> dict[Moment, RecordedPart]:
     return _record(found, folder, GIVEN_BUFFERS)
 
 
-def record_optimizer_state(folder: str) -> tuple[dict[Moment, RecordedPart], dict[Moment, float], tuple[str, ...]]:
+def record_optimizer_state(folder: str) -> tuple[dict[Moment, RecordedPart], tuple[str, ...]]:
     """Record this rank's parts of the state of the optimizer that the loader has built, at moments named by its keys.
 
-    Return them, the plain numbers, and the parameters with other state: tensors of another shape than the parameter.
+    Return them, and the parameters with other state: tensors of another shape than the parameter.
     """
     subject = loaded_subject(current())
     optimizer = built_optimizer(subject)
     assert optimizer is not None, "it has state"
     parts = parts_of(subject.model)
     found: dict[Moment, Part] = {}
-    numbers: dict[Moment, float] = {}
     unknown: list[str] = []
     for name, _, parameter in named_tensors(subject.model):
         part = parts.of(name, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
+            value = torch.tensor(value) if isinstance(value, (int, float)) else value
             moment, tensor = Moment(0, str(key), name), isinstance(value, Tensor) and is_array(value)
-            if isinstance(value, (int, float)):
-                numbers[moment] = value
-            elif tensor and not value.ndim:
+            if tensor and not value.ndim:
                 found[moment] = own_part(value)
             elif tensor and local_part(value).shape == local_part(part.local).shape:
                 found |= {moment: replace(part, local=local_part(value))} if local_part(value).numel() else {}
             elif value is not None:
                 unknown.append(name)
-    return _record(found, folder, GIVEN_STATE), numbers, tuple(unknown)
+    return _record(found, folder, GIVEN_STATE), tuple(unknown)
 
 
 def _record(found: Mapping[Moment, Part], folder: str, what: str) -> dict[Moment, RecordedPart]:
@@ -91,11 +86,6 @@ def give(held_by_rank: Sequence[Mapping[Moment, PartFacts]], what: str, folder: 
     current().state[what] = given
 
 
-def give_numbers(numbers: Mapping[Moment, float]) -> None:
-    """The same for plain numbers in the state of the optimizer."""
-    current().state[NUMBERS] = numbers
-
-
 def give_buffers(model: Module, step: int, event: str) -> None:
     """Set the buffers that are given for this moment; only the world of the reference has any."""
     if given := current().state.get(GIVEN_BUFFERS, {}).get((step, event)):
@@ -111,12 +101,13 @@ def set_values(model: Module, values: Mapping[str, Tensor]) -> None:
 
 def give_state(model: Module, optimizer: Optimizer) -> None:
     """Give a new optimizer of the reference the state that is given for it, if there is any."""
-    state, tensors = current().state, {name: tensor for name, _, tensor in named_tensors(model)}
-    given = {Moment(0, key, name): v for (_, key), own in state.get(GIVEN_STATE, {}).items() for name, v in own.items()}
+    given: Mapping[tuple[int, str], Mapping[str, Tensor]] = current().state.get(GIVEN_STATE, {})
+    tensors = {name: tensor for name, _, tensor in named_tensors(model)}
     for part in map(computing_optimizer, parts_of_optimizer(optimizer)):
         held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
-        for (_, key, name), value in {**given, **state.get(NUMBERS, {})}.items():
-            if id(tensors.get(name)) in held:
-                if isinstance(value, Tensor):  # a copy, because trainings change it; counts of steps are on the CPU
-                    value = value.to(tensors[name].device if value.ndim else "cpu", copy=True)
-                part.state[tensors[name]][key] = value
+        for (_, key), values in given.items():
+            for name, value in values.items():
+                if id(tensors[name]) in held:
+                    # A copy, because trainings change it; counts of steps are on the CPU.
+                    own = value.to(tensors[name].device if value.ndim else "cpu", copy=True)
+                    part.state[tensors[name]][key] = own
