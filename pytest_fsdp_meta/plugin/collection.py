@@ -17,7 +17,8 @@ from pytest_fsdp_meta.loader.call import body
 from pytest_fsdp_meta.plugin import markers, preloading
 from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate
 from pytest_fsdp_meta.plugin.items import SpmdItem, WorldItem
-from pytest_fsdp_meta.plugin.loader_items import Loader, LoaderItem
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
+from pytest_fsdp_meta.plugin.loader_runs import Loader
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD, ConformanceSpec, WorldMarkerSpec
 from pytest_fsdp_meta.plugin.node_ids import join_without_check
 from pytest_fsdp_meta.plugin.session import PluginSession
@@ -155,7 +156,7 @@ def _make_item(made: object, loaders: dict[str, Loader]) -> object:
     assert item.parent is not None
     where = item.parent.nodeid
     key, name = "\0".join((where, before, after)), f"{where}::{join_without_check(before, after)}"
-    item.shared = loaders.setdefault(key, Loader(key=key, name=name))
+    item.loader = loaders.setdefault(key, Loader(key=key, name=name))
     return item
 
 

@@ -1,7 +1,7 @@
 """Items that use ranks. pytest makes a Function of each test, and ``collection`` one of these classes in its place.
 
-``CheckItem`` reports a check of a loader, which ``loader_items`` runs. ``WorldItem`` is a test that requests
-``fsdp_world``, and ``SpmdItem`` one whose whole body runs on every rank.
+``LoaderItem``, a check of a loader, has a module of its own. ``WorldItem`` is a test that requests ``fsdp_world``, and
+``SpmdItem`` one whose whole body runs on every rank.
 """
 
 from __future__ import annotations
@@ -12,31 +12,20 @@ import shutil
 import subprocess
 import sys
 import warnings
-from abc import abstractmethod
-from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Evidence, store
-from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.loader.call import UNANIMOUS_OUTCOMES, Call
-from pytest_fsdp_meta.plugin import _pytest_private, hypothesis_given, outcomes
+from pytest_fsdp_meta.plugin import hypothesis_given
 from pytest_fsdp_meta.plugin.fixture_worlds import Disagreement
-from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.plugin.outcomes import FailureLine, Outcome
+from pytest_fsdp_meta.plugin.outcomes import FailureLine
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.session import SESSION, PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
-from pytest_fsdp_meta.reports.evenness import evenness_of
-from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
-from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
-from pytest_fsdp_meta.reports.schema import CheckRecord
-from pytest_fsdp_meta.reports.sizes import sizes_of
-from pytest_fsdp_meta.reports.summary import notes_on, summarise
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
 
@@ -70,141 +59,6 @@ class RanksItem(pytest.Item):
         if self.line is not None:
             self.line.point(report, self)
             self.line = None  # also of an expected failure: a later phase has a line of its own
-
-
-@dataclass
-class Shared:
-    """What items of one loader in one world have reported, so that the next one does not repeat it."""
-
-    attached: Evidence | str | None = None
-    """The evidence or error that the latest item attached."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Error of a fixture -> node id of the item that has shown it in full."""
-
-
-class CheckItem(RanksItem):
-    """One check of a loader. Its result is attached to pytest's report in plain types, which xdist can send."""
-
-    check: str
-    spec: ConformanceSpec
-    shared: Shared
-    outcome: Outcome | None = None
-    record: CheckRecord | None = None
-    """What was attached to the report of an earlier phase."""
-
-    def begin(self) -> None:
-        self.outcome = self.record = self.line = None
-
-    @abstractmethod
-    def planned(self) -> ItemContext:
-        """Return the item as it is reported before it has run."""
-
-    @abstractmethod
-    def context(self) -> ItemContext:
-        """Return the item as it is reported afterwards, without the status of its check."""
-
-    @abstractmethod
-    def judged_evidence(self) -> Evidence | None:
-        """Return the evidence on which the outcome is based, if there is any."""
-
-    @abstractmethod
-    def is_stored(self) -> bool:
-        """Return whether this evidence is stored beside the report."""
-
-    def raise_outcome(self, outcome: Outcome) -> None:
-        """Raise pytest's outcome for the outcome of the check; return if the check passed.
-
-        A reason in ``xfail=`` makes findings an xfail, but not errors.
-        """
-        self.outcome = outcome
-        expected = self.spec.xfail.get(self.check)
-        if outcome.status == "skipped":
-            raise _pytest_private.skipped(outcome.message)
-        if outcome.status == "failed" and expected is not None:
-            pytest.xfail(expected)
-        if outcome.status in ("failed", "error"):
-            pytest.fail(outcome.message, pytrace=False)
-        if expected is not None:
-            pytest.fail(f"{explain_pass(expected, self.check)}; {REMOVE}", pytrace=False)
-
-    def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Attach the status of the check to pytest's report of the phase that decides it.
-
-        ``pytest.mark.xfail`` may expect findings; pytest applies it to errors as well.
-        """
-        raised = call.excinfo.value if call.excinfo else None
-        found = report.when == "call" and self.outcome is not None and self.outcome.status == "failed"
-        by_mark = report.skipped and hasattr(report, "wasxfail") and not isinstance(raised, pytest.xfail.Exception)
-        if by_mark and not found:
-            report.outcome = "failed"
-            del report.wasxfail
-        if outcomes.decides_status(report):
-            self._attach(report, raised)
-        super().complete_report(call, report)
-
-    def _attach(self, report: pytest.TestReport, raised: BaseException | None) -> None:
-        outcome, context = self.outcome, self.context()
-        if report.when == "teardown" and self.record is not None:
-            record = with_later_error(self.record, outcomes.describe_exception(raised))
-        else:
-            record = outcomes.check_record(report, context.check, self.spec, outcome, raised, self.config.rootpath)
-            self.line = outcomes.failure_line(record, outcome)
-        self.record = record
-        context = self._add_loader_results(replace(context, check=record))
-        for properties in (self.user_properties, report.user_properties):
-            others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
-            properties[:] = others + outcomes.user_properties(context)
-        setattr(report, outcomes.ATTRIBUTE, to_plain(context))
-        setattr(report, outcomes.KIND, record.kind)
-        repeats = outcome.repeats if outcome is not None else self._repeats_fixture_error(report, record)
-        setattr(report, outcomes.REPEATS, report.failed and repeats)
-
-    def _repeats_fixture_error(self, report: pytest.TestReport, record: CheckRecord) -> bool:
-        """Return whether an earlier item of the loader has shown this error of a fixture; then name that item alone."""
-        if report.when != "setup" or not report.failed:
-            return False
-        first = self.shared.errors.setdefault(record.reason, report.nodeid)
-        if first != report.nodeid:
-            report.longrepr = f"{record.check}: same error as {first}: {record.reason}"
-        return first != report.nodeid
-
-    def _add_loader_results(self, context: ItemContext) -> ItemContext:
-        """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
-        evidence = self.judged_evidence()
-        latest = evidence or context.error
-        if not latest or self.shared.attached is latest:
-            return replace(context, error="", seconds={})
-        self.shared.attached = latest
-        if evidence is None:
-            return context
-        if evidence.world.simulated:
-            context = replace(context, sizes=sizes_of(evidence))
-        else:
-            evenness = evenness_of(evidence.world, evidence.inventory, evidence.training)
-            context = replace(context, evenness=evenness, notes=notes_on(evidence))
-        if not self.plugin.settings.report:
-            return context
-        file, problem = "", ""
-        if self.is_stored():
-            try:
-                file = self._store_evidence(context.loader, evidence)
-            except OSError as error:
-                problem = f"the evidence of {context.loader} was not stored: {error}"
-        return replace(context, evidence=file, problem=problem, summary=summarise(evidence))
-
-    def _store_evidence(self, loader: str, evidence: Evidence) -> str:
-        """Write the evidence and return its file, relative to the report. Raises OSError."""
-        stored = store.StoredEvidence(
-            schema=store.SCHEMA,
-            loader=loader,
-            known=tuple(self.plugin.catalogue.ids()),
-            offered=self.spec.checks,
-            evidence=evidence,
-            skip=self.spec.skip,
-            xfail=self.spec.xfail,
-        )
-        folder = Path(self.plugin.settings.report, store.FOLDER)
-        return f"{folder.name}/{store.write_evidence(folder, stored).name}"
 
 
 class WorldItem(RanksItem, pytest.Function):

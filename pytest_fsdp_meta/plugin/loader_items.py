@@ -2,71 +2,37 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Selection, judge
-from pytest_fsdp_meta.evidence import Evidence
-from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
-from pytest_fsdp_meta.plugin import _pytest_private, hypothesis_given
-from pytest_fsdp_meta.plugin.items import CheckItem, Shared
+from pytest_fsdp_meta.catalogue import judge
+from pytest_fsdp_meta.evidence import Evidence, store
+from pytest_fsdp_meta.evidence.codec import to_plain
+from pytest_fsdp_meta.loader.call import ASSUME, SKIPS
+from pytest_fsdp_meta.plugin import _pytest_private, hypothesis_given, outcomes
+from pytest_fsdp_meta.plugin.items import RanksItem
+from pytest_fsdp_meta.plugin.loader_runs import Loader, LoaderRun
+from pytest_fsdp_meta.plugin.markers import ConformanceSpec
 from pytest_fsdp_meta.plugin.outcomes import FailureLine, Outcome, outcome_of
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.settings import runs_nothing
-from pytest_fsdp_meta.reports.run_records import ItemContext
+from pytest_fsdp_meta.reports.evenness import evenness_of
+from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
+from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord
+from pytest_fsdp_meta.reports.sizes import sizes_of
+from pytest_fsdp_meta.reports.summary import notes_on, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.text import did_you_mean, first_line, without_occasion
 from pytest_fsdp_meta.trial import LoaderFailed, Trial, judge_smaller_worlds, largest_world_size, world_facts
 from pytest_fsdp_meta.worlds import LeaseError, WorldSpec
-
-
-@dataclass
-class LoaderRun:
-    """One run of a loader in one world, or of one Hypothesis example."""
-
-    call: Call | None = None
-    evidence: Evidence | None = None
-    failure: LoaderFailed | None = None
-    interrupted: bool = False
-    """Whether a time limit such as pytest-timeout's ended the run."""
-    reported_by: dict[str, str] = field(default_factory=dict)
-    """Errors that were reported in full, each with the name of the item that reported it."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    outputs: list[str] = field(default_factory=list)
-    output_shown: bool = False
-    examples: dict[object, LoaderRun] = field(default_factory=dict)
-    """The runs of Hypothesis examples by their drawn values; empty for a loader without ``@given``."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.evidence is not None or self.failure is not None
-
-
-@dataclass
-class Loader(Shared):
-    """A loader in one world, which all of its items share."""
-
-    key: str = ""
-    """The same for all items of the loader in this world, and for no other item; stable from run to run."""
-    name: str = ""
-    """The loader in its world as reports show it: the node id without the check."""
-    checks: list[str] = field(default_factory=list)
-    """Those that were selected. Only the observations that they need are taken."""
-    selection: Selection = field(default_factory=Selection)
-    """Those to which a check may leave a defect."""
-    seed: int = field(default_factory=lambda: secrets.randbits(64))
-    """All items draw the same Hypothesis examples, also when they run again."""
-    loads: int = 1
-    """How many runs there have been: a rerun of an item, as by pytest-rerunfailures, starts another."""
-    run: LoaderRun = field(default_factory=LoaderRun)
 
 
 class ExampleFailed(Exception):
@@ -82,17 +48,21 @@ class ExampleInterrupted(BaseException):
     """A time limit ended a Hypothesis example. Not an Exception, for which Hypothesis would try more examples."""
 
 
-class LoaderItem(CheckItem, pytest.Function):
-    """One check of one loader in one world."""
+class LoaderItem(RanksItem, pytest.Function):
+    """One check of one loader in one world.
 
-    shared: Loader
+    Its result is attached to pytest's report, and recorded from there: in plain types, which xdist can send.
+    """
+
+    check: str
+    spec: ConformanceSpec
+    loader: Loader
     world: WorldSpec
+    outcome: Outcome | None = None
+    record: CheckRecord | None = None
+    """What was attached to the report of an earlier phase."""
     _example: LoaderRun | None = None
     """The run of the Hypothesis example that decided the outcome."""
-
-    @property
-    def loader(self) -> Loader:
-        return self.shared
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -113,8 +83,7 @@ class LoaderItem(CheckItem, pytest.Function):
         Not for an error that another item had first: that item's reruns have tried again.
         """
         before = self.outcome
-        super().begin()
-        self._example = None
+        self.outcome = self.record = self.line = self._example = None
         if before is not None and not before.repeats:
             self.loader.run = LoaderRun()
             self.loader.loads += 1
@@ -152,12 +121,88 @@ class LoaderItem(CheckItem, pytest.Function):
             run.failure = LoaderFailed(f"fixture {error.argname!r}{by} does not exist{hint}")
 
     def complete_report(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Let the headline of an error of the loader name the loader, not the check whose item has it first."""
+        """Attach the status of the check to pytest's report of the phase that decides it.
+
+        ``pytest.mark.xfail`` may expect findings; pytest applies it to errors as well. The headline of an error of the
+        loader names the loader, not the check whose item has it first.
+        """
+        raised = call.excinfo.value if call.excinfo else None
+        found = report.when == "call" and self.outcome is not None and self.outcome.status == "failed"
+        by_mark = report.skipped and hasattr(report, "wasxfail") and not isinstance(raised, pytest.xfail.Exception)
+        if by_mark and not found:
+            report.outcome = "failed"
+            del report.wasxfail
+        if outcomes.decides_status(report):
+            self._attach(report, raised)
         super().complete_report(call, report)
         line = self.outcome.line if self.outcome is not None else None
         if report.failed and line is not None and line.subject == self._test:
             file, number, domain = report.location
             report.location = file, number, domain.removesuffix(self.name) + self._test
+
+    def _attach(self, report: pytest.TestReport, raised: BaseException | None) -> None:
+        outcome, context = self.outcome, self.context()
+        if report.when == "teardown" and self.record is not None:
+            record = with_later_error(self.record, outcomes.describe_exception(raised))
+        else:
+            record = outcomes.check_record(report, context.check, self.spec, outcome, raised, self.config.rootpath)
+            self.line = outcomes.failure_line(record, outcome)
+        self.record = record
+        context = self._add_loader_results(replace(context, check=record))
+        for properties in (self.user_properties, report.user_properties):
+            others = [(name, value) for name, value in properties if not name.startswith("fsdp_")]
+            properties[:] = others + outcomes.user_properties(context)
+        setattr(report, outcomes.ATTRIBUTE, to_plain(context))
+        setattr(report, outcomes.KIND, record.kind)
+        repeats = outcome.repeats if outcome is not None else self._repeats_fixture_error(report, record)
+        setattr(report, outcomes.REPEATS, report.failed and repeats)
+
+    def _repeats_fixture_error(self, report: pytest.TestReport, record: CheckRecord) -> bool:
+        """Return whether an earlier item of the loader has shown this error of a fixture; then name that item alone."""
+        if report.when != "setup" or not report.failed:
+            return False
+        first = self.loader.errors.setdefault(record.reason, report.nodeid)
+        if first != report.nodeid:
+            report.longrepr = f"{record.check}: same error as {first}: {record.reason}"
+        return first != report.nodeid
+
+    def _add_loader_results(self, context: ItemContext) -> ItemContext:
+        """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
+        evidence = (self._example or self.loader.run).evidence
+        latest = evidence or context.error
+        if not latest or self.loader.attached is latest:
+            return replace(context, error="", seconds={})
+        self.loader.attached = latest
+        if evidence is None:
+            return context
+        if evidence.world.simulated:
+            context = replace(context, sizes=sizes_of(evidence))
+        else:
+            evenness = evenness_of(evidence.world, evidence.inventory, evidence.training)
+            context = replace(context, evenness=evenness, notes=notes_on(evidence))
+        if not self.plugin.settings.report:
+            return context
+        file, problem = "", ""
+        if self._example is None:  # which is about one choice of arguments, not about the loader
+            try:
+                file = self._store_evidence(context.loader, evidence)
+            except OSError as error:
+                problem = f"the evidence of {context.loader} was not stored: {error}"
+        return replace(context, evidence=file, problem=problem, summary=summarise(evidence))
+
+    def _store_evidence(self, loader: str, evidence: Evidence) -> str:
+        """Write the evidence and return its file, relative to the report. Raises OSError."""
+        stored = store.StoredEvidence(
+            schema=store.SCHEMA,
+            loader=loader,
+            known=tuple(self.plugin.catalogue.ids()),
+            offered=self.spec.checks,
+            evidence=evidence,
+            skip=self.spec.skip,
+            xfail=self.spec.xfail,
+        )
+        folder = Path(self.plugin.settings.report, store.FOLDER)
+        return f"{folder.name}/{store.write_evidence(folder, stored).name}"
 
     @property
     def _test(self) -> str:
@@ -175,11 +220,24 @@ class LoaderItem(CheckItem, pytest.Function):
             pytest.fail(outcome.message, pytrace=False)
 
     def runtest(self) -> None:
-        """Raise the outcome of the check as pytest's outcome."""
+        """Raise the outcome of the check as pytest's outcome; return if the check passed.
+
+        A reason in ``xfail=`` makes findings an xfail, but not errors.
+        """
         test, run = hypothesis_given.given_test(self.obj), self.loader.run
-        self.raise_outcome(self._run_outcome(run) if test is None else self._run_examples(run, test))
+        self.outcome = outcome = self._run_outcome(run) if test is None else self._run_examples(run, test)
+        expected = self.spec.xfail.get(self.check)
+        if outcome.status == "skipped":
+            raise _pytest_private.skipped(outcome.message)
+        if outcome.status == "failed" and expected is not None:
+            pytest.xfail(expected)
+        if outcome.status in ("failed", "error"):
+            pytest.fail(outcome.message, pytrace=False)
+        if expected is not None:
+            pytest.fail(f"{explain_pass(expected, self.check)}; {REMOVE}", pytrace=False)
 
     def planned(self) -> ItemContext:
+        """Return the item as it is reported before it has run."""
         return ItemContext(
             key=self.loader.name,
             loader=self.loader.name,
@@ -189,6 +247,7 @@ class LoaderItem(CheckItem, pytest.Function):
         )
 
     def context(self) -> ItemContext:
+        """Return the item as it is reported afterwards, without the status of its check."""
         planned, run = self.planned(), self._example or self.loader.run
         return replace(
             planned,
@@ -198,12 +257,6 @@ class LoaderItem(CheckItem, pytest.Function):
             seconds=run.seconds,
             loads=self.loader.loads,
         )
-
-    def judged_evidence(self) -> Evidence | None:
-        return (self._example or self.loader.run).evidence
-
-    def is_stored(self) -> bool:
-        return self._example is None  # which is about one choice of arguments, not about the loader
 
     def _run_examples(self, run: LoaderRun, test: Callable[..., Any]) -> Outcome:
         """Return the outcome over all examples. All items of a loader draw the same examples; each is loaded once."""

@@ -17,7 +17,7 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.plugin.comparer import Comparer
-from pytest_fsdp_meta.plugin.items import CheckItem
+from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.run_scope import RunScope
@@ -146,7 +146,7 @@ class ReportPlugin:
         if session.items:
             self._start_report()
         for item in session.items:
-            if isinstance(item, CheckItem):
+            if isinstance(item, LoaderItem):
                 self._records.plan(item.planned())
 
     @pytest.hookimpl(optionalhook=True)
