@@ -104,7 +104,10 @@ def _parse_dataclass(kind: Any, data: Any, path: str) -> Any:
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{path}: {field.name!r} is missing")
     try:
-        return kind(**arguments)
+        read = kind(**arguments)
+        if hasattr(read, "check_stored"):
+            read.check_stored()
+        return read
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -243,7 +243,7 @@ class WorldFacts:
     memory_reserve: float = 0.0
     """The share of it that is not for tensors."""
 
-    def __post_init__(self) -> None:
+    def check_stored(self) -> None:
         """Raise ValueError for sizes that no run has: a stored file may hold them, and its readers list all ranks."""
         if not 0 <= self.size <= MOST_RANKS or (len(self.simulated) or self.size) > MOST_RUN:
             raise ValueError(f"a world of {self.size}, but at most {MOST_RUN} ranks run, or {MOST_RANKS} are simulated")

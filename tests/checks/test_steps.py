@@ -444,7 +444,7 @@ def test_a_loss_in_float32_rounds_gradients_of_float64_parameters(check, field, 
 def test_gradients_that_the_optimizer_reduces_have_no_norm_and_are_neither_clipped_nor_accumulated_yet():
     found = verdict(NORM, on_runs(reduced_later(healthy()), None, norm=2.0))
     message = (
-        f"the gradient norm is 2, but should be 1; the optimizer itself reduces the gradients of {MIDDLE} after that"
+        f"the gradient norm is 2, but should be 3; the optimizer itself reduces the gradients of {MIDDLE} after that"
     )
     assert (found.why, found.reason) == ("differs", message)
     evidence = reduced_later(clipped(healthy(), 1.0, 2.0))
