@@ -25,7 +25,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe in docs/frameworks.
 WILD := accelerate composer deepspeed diffusers fms lightning litgpt olmo_core peft sentence_transformers torchao torchtitan torchtune trainer trl veomni verl
 
-.PHONY: help conformance test slow nightly lint check wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow nightly lint check check-pins wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -129,8 +129,8 @@ lint: .venv/installed
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory check-pins
 
-# What pip would install for the first release of the oldest Pythons and for the newest, from what PyPI says: some packages
-# need a later patch release of Python. Exit status 1: there is no solution, and anything else: uv could not ask PyPI.
+# Resolves the pins, from metadata alone, for first releases, because some packages need a later patch release of Python, and
+# for the newest Python that torch has a build for. uv exits with status 1 if there is no solution, and with 2 for other errors.
 check-pins: .venv-pins/bin/uv
 	@for python in 3.10.0 3.11.0 3.14.0; do \
 	  $(RESOLVE) --python-version $$python --only-binary :all: --constraints constraints.txt --output-file /dev/null; \
@@ -147,8 +147,10 @@ pins: .venv-pins/bin/uv
 	  --custom-compile-command "make pins: the versions that this repository is tested with; pyproject.toml has the ranges for users"
 	sed -i -E '/^(cuda|nvidia|triton)/d' constraints.txt
 
-RESOLVE = printf '%s\n' $(TORCH) $(RELEASE_TOOLS) | .venv-pins/bin/uv pip compile --quiet --python .venv-pins/bin/python \
-  --all-extras pyproject.toml -
+RESOLVE = printf '%s\n' $(TORCH) $(RELEASE_TOOLS) | .venv-pins/bin/uv pip compile --quiet --system-certs \
+  --python .venv-pins/bin/python --all-extras pyproject.toml -
+# uv does not read pip's settings.
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 
 .venv-pins/bin/uv:
 	$(VENV) .venv-pins

@@ -153,6 +153,11 @@ def test_the_first_row_has_the_oldest_releases_that_are_allowed():
 def test_the_rows_agree_with_the_classifiers_the_constraints_and_the_workflow():
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     assert sorted({row.python for row in USUAL}) == sorted(re.findall(r":: Python :: (3\.\d+)\"", project))
+    oldest = re.search(r'requires-python = ">=(3\.\d+)"', project)[1]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert f"--universal --python-version {oldest} " in makefile
+    assert f"for python in {oldest}.0 " in makefile
+    assert f"({oldest.replace('.', ', ')}) <= sys.version_info" in makefile
     assert f"{ROWS['2.13.0-cpu'].torch[0]}\n" in (ROOT / "constraints.txt").read_text("utf-8")
     assert "row: [newest, nightly]" in (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
     assert {"newest", "nightly"} <= set(ROWS)
@@ -161,4 +166,5 @@ def test_the_rows_agree_with_the_classifiers_the_constraints_and_the_workflow():
 def test_the_page_has_a_line_for_each_row():
     page = (ROOT / "docs" / "versions.md").read_text("utf-8")
     assert all(f"\n| {row.name} | " in page for row in USUAL)
+    assert all(f"\n| {row.python}." in page for row in USUAL)
     assert render([DONE]) in replace_table(page, render([DONE]), BEGIN)
