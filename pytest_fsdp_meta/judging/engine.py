@@ -160,9 +160,8 @@ def _judge(check: Check, run: _Run) -> Verdict:
         model, ties = _by_kind(evidence), _ties(evidence)
         return Verdict(check, "failed", tuple(findings), reason, unjudged=view.left_out, model=model, ties=ties)
     if view.left_out:
-        rest, why = (f"; {REST_PASSED}", "partly checked") if view.has_judgeable else ("", "not applicable")
-        reason, why = describe_left_out(view.left_out) + rest, DEPENDS if any(map(run.fails, view.left_out)) else why
-        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why)
+        reason = describe_left_out(view.left_out) + (f"; {REST_PASSED}" if view.has_judgeable else "")
+        return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=_left_out_by(view, run))
     return Verdict(check, "passed", reason=note)
 
 
@@ -177,9 +176,13 @@ def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdic
         why = "partly checked"
     if view.left_out and why != "differs":  # without these tensors, the reason alone may be false
         rest = f"{error}; {REST_PASSED}" if isinstance(error, PartlyJudged) else f"otherwise {error}"
-        reason = f"{describe_left_out(view.left_out)}; {rest}"
-        why = DEPENDS if any(map(run.fails, view.left_out)) else why
+        reason, why = f"{describe_left_out(view.left_out)}; {rest}", _left_out_by(view, run)
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)
+
+
+def _left_out_by(view: View, run: _Run) -> str:
+    """Return the kind of a skip for tensors that were left out: it is told, unless a check that they failed fails."""
+    return DEPENDS if any(map(run.fails, view.left_out)) else "partly checked"
 
 
 def _name_the_explaining(verdict: Verdict, run: _Run) -> Verdict:

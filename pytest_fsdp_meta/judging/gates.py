@@ -174,8 +174,18 @@ def require_gradients(view: View) -> None:
         )
 
 
+def describe_given(view: View) -> str:
+    """Say what the reference was given, so that it is not compared."""
+    return (
+        f"train_step itself changes {first_of(view.reference.given)}, and the reference was given the values; to have "
+        "the changes compared as well, make them in a hook of the optimizer's step, which runs there, too"
+    )
+
+
 def require_training_mode(view: View) -> None:
-    """Raise PartlyJudged if the model had to be compared in eval(), but not in train()."""
+    """Raise PartlyJudged if the model had to be compared in eval(), or with what no check of this run compares."""
+    if view.reference.given and "buffers_follow_training" not in view.selection:
+        raise PartlyJudged(describe_given(view))
     if view.reference.evaluated:
         raise PartlyJudged(f"ranks and reference are compared in eval(), because {view.reference.evaluated}")
 

@@ -138,7 +138,11 @@ def _count_steps(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
     for parameter in parameters:
         values = [value for value in optimizer.state.get(parameter, {}).values() if value is not None]
         moments = [value for value in values if isinstance(value, Tensor) and value.ndim]
-        numbers = [float(value) for value in values if not isinstance(value, Tensor) or not value.ndim]
+        numbers = [
+            float(value)
+            for value in values
+            if not getattr(value, "ndim", 0) and isinstance(value, (Tensor, int, float))
+        ]
         if values:
             empty = moments and not any(_has_values(moment) for moment in moments)
             counts.add(numbers[0] if empty and len(numbers) == 1 else 0.0)

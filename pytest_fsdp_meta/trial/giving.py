@@ -10,6 +10,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, GIVEN_BUFFERS, GIVEN_STATE, Moment, RecordedPart
 from pytest_fsdp_meta.evidence import (
@@ -28,6 +29,19 @@ ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 RETRAINED = "requires_grad_matches_reference"
 Held = Sequence[Mapping[Moment, RecordedPart]]
+
+
+class OwnChanges(NamedTuple):
+    """The buffers that the author's steps change by themselves: fields of ``ReferenceFacts``."""
+
+    given: tuple[str, ...]
+    not_given: Mapping[str, str]
+    steering: bool
+    """Whether the reference's loss depends on any of them, so that it trains again with their values."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"given": self.given, "not_given": self.not_given}
 
 
 @dataclass(frozen=True)
@@ -56,10 +70,10 @@ class Giving:
             return reference
         return replace(reference, not_given={**reference.not_given, **self._give_state()})
 
-    def own_changes(self, reference: ReferenceFacts, runs: Sequence[RankTraining]) -> ReferenceFacts | None:
-        """Give the reference the buffers that the steps have changed by themselves; None if there are none.
+    def own_changes(self, reference: ReferenceFacts, runs: Sequence[RankTraining]) -> OwnChanges:
+        """Give the reference the buffers that the steps have changed by themselves.
 
-        It runs one forward for all micro-batches, and what changes between these can be given for the backward only.
+        It runs one forward for all micro-batches, and what changes between these can be given for the update only.
         """
         folder = str(self.folder)
         held = run_on(self.world, on_ranks.given.record_buffers, folder)
@@ -68,13 +82,15 @@ class Giving:
         for moment in dict.fromkeys(moment for own in given for moment in own):
             if moment.event == BETWEEN and backwards.get(moment.step, 0) > 1:
                 not_given[moment.name] = "train_step changes it between micro-batches"
-        if not any(given) and not not_given:
-            return None
-        depends_on, unknown = on_ranks.reference_training.depends_on, tuple(not_given)
-        depends = run_on(self.reference_world, depends_on, self.recipe, unknown, folder)[0]
-        run_on(self.reference_world, on_ranks.given.give, given, GIVEN_BUFFERS, folder)
         names = tuple(dict.fromkeys(moment.name for own in given for moment in own))
-        return replace(reference, given=names, not_given={name: not_given[name] for name in depends})
+        changed, steering = (*dict.fromkeys((*names, *not_given)),), tuple[str, ...]()
+        if changed:
+            depends_on = on_ranks.reference_training.depends_on
+            steering = run_on(self.reference_world, depends_on, self.recipe, changed, folder)[0]
+        if steering:
+            run_on(self.reference_world, on_ranks.given.give, given, GIVEN_BUFFERS, folder)
+        unknown = {name: why for name, why in not_given.items() if name in steering}
+        return OwnChanges(names, {**reference.not_given, **unknown}, bool(steering))
 
     def _give_state(self) -> dict[str, str]:
         """Give the reference's optimizer the state of the loader's; return what could not be given, and why."""
@@ -82,6 +98,8 @@ class Giving:
         given, not_given = self._divide([parts for parts, _ in found], "optimizer state differs between the ranks")
         for _, unknown in found:
             not_given |= dict.fromkeys(unknown, "optimizer state of another shape")
+        # A part of a parameter's state is worse than none.
+        given = [{moment: part for moment, part in own.items() if moment.name not in not_given} for own in given]
         run_on(self.reference_world, on_ranks.given.give, given, GIVEN_STATE, str(self.folder))
         return not_given
 

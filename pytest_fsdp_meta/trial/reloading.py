@@ -180,7 +180,10 @@ class Reloading(TableRun):
         except WorldError as error:
             if error.failures[0].kind in ("hung", "killed"):  # gloo aborts a rank whose collective meets another one
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
-            return Unavailable(f"the step in which the model returns NaN fails: {error.summary}")
+            summary = f"the step in which the model returns NaN fails: {error.summary}"
+            return Unavailable(
+                summary, error=not error.unanimous, detail=str(error)
+            )  # all ranks may refuse it together
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
@@ -271,7 +274,8 @@ class Reloading(TableRun):
         try:
             world = self.loads.of_size(spec, label)
         except WorldError as error:
-            return Unavailable(f"the loader fails in {describe_size(spec)}: {error.summary}")
+            reason = f"the loader fails in {describe_size(spec)}: {error.summary}"
+            return Unavailable(reason, error=not error.unanimous, detail=str(error))
         name, compare = ("continued", self._recorded.compare_model) if self._recorded.model else ("kept", self._compare)
         saved = self._path(name)
         if self.seen.resumed and self._recorded.state:

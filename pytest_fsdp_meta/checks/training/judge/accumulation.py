@@ -19,7 +19,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, View
 
 
 @training_check(
@@ -63,7 +63,7 @@ def _recorded(taken: Sequence[Accumulation | None], refusing: str, so: str = "")
     if not recorded or len(recorded) < len(taken):
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
     if refused := next((one.refused for one in recorded if one.refused), ""):
-        raise NotJudged(f"{refusing}: {refused}")
+        raise PartlyJudged(f"{refusing}: {refused}")
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}{so}; give it more rows")
     return recorded

@@ -48,10 +48,9 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if not cases and alone:
         raise NotJudged(f"{first_of(alone)}: {_NO_COUNTERPART}")
     if not cases:
-        raise NotDeclared(
-            "beside",
-            instead="the reference keeps none of it: give Subject(beside=...) a function of the model, such as a class "
-            "that averages its parameters, instead of an object",
+        raise PartlyJudged(
+            "the reference keeps no tensors of it: give Subject(beside=...) a function of the model, such as a class "
+            "that averages its parameters and has them in its state_dict()"
         )
     untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
     if len(untrained) == len(cases):

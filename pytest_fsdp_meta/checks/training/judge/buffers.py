@@ -15,6 +15,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
+    describe_given,
     explain_hooks_left_out,
     require_given,
     require_no_other_cause,
@@ -24,7 +25,7 @@ from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import counted, first_of, name_ranks
+from pytest_fsdp_meta.text import counted, name_ranks
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
@@ -139,9 +140,9 @@ _OTHER_ROWS = either(
 def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     changed = _changed_buffers(view)
-    if not changed:
+    own = view.reference.given
+    if not changed and not own:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
-    own = [name for name in view.reference.given if name in changed]
     names = view.names("buffer", only=changed.difference(own))
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:
@@ -163,10 +164,7 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
     if own:
-        raise PartlyJudged(
-            f"train_step itself changes {first_of(own)}, and the reference was given the values; to have the changes "
-            "compared as well, make them in a hook of the optimizer's step, which runs there, too"
-        )
+        raise PartlyJudged(describe_given(view))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:

@@ -222,11 +222,11 @@ def _state_of(name: str, owner: Any) -> Any:
 
 
 def _flat(name: str, state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, and of sequences of tensors, each with the keys that lead to it."""
+    """Yield the values of nested mappings, and of sequences of them or of tensors, with the keys that lead to each."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _flat(f"{name}.{key}", value)
-    elif isinstance(state, (list, tuple)) and any(isinstance(value, Tensor) for value in state):
+    elif isinstance(state, (list, tuple)) and any(isinstance(value, (Tensor, Mapping)) for value in state):
         for number, value in enumerate(state):
             yield from _flat(f"{name}.{number}", value)
     else:

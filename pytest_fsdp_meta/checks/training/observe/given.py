@@ -34,12 +34,13 @@ def record_buffers(folder: str) -> dict[Moment, RecordedPart]:
     model = loaded_subject(rank).model
     parts, tensors = parts_of(model), {name: tensor for name, _, tensor in named_tensors(model)}
     changed: Mapping[tuple[int, str], Mapping[str, Tensor]] = rank.state.get(GIVEN_BUFFERS, {})
-    found = {
-        Moment(*when, name): replace(parts.of(name, tensors[name]), local=value)
-        for when, values in changed.items()
-        for name, value in values.items()
-        if name in tensors and value.numel()
-    }
+    found: dict[Moment, Part] = {}
+    for when, values in changed.items():
+        for name, value in values.items():
+            if name in tensors and value.numel():
+                part = parts.of(name, tensors[name])
+                same = local_part(part.local).shape == value.shape
+                found[Moment(*when, name)] = replace(part, local=value) if same else own_part(value)
     return _record(found, folder, GIVEN_BUFFERS)
 
 
@@ -94,9 +95,12 @@ def give_buffers(model: Module, step: int, event: str) -> None:
 
 def set_values(model: Module, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, _, tensor in named_tensors(model):
-            if name in values:
+        for name, _, tensor in list(named_tensors(model)):
+            if name in values and tensor.shape == values[name].shape:
                 without_repetition(tensor).copy_(without_repetition(values[name], tensor))
+            elif name in values:  # a step may replace a buffer by a larger one
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, values[name].to(tensor.device, copy=True))
 
 
 def give_state(model: Module, optimizer: Optimizer) -> None:

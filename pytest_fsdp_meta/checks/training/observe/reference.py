@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
-from pytest_fsdp_meta.checks.training.observe.given import give_state
+from pytest_fsdp_meta.checks.training.observe.given import give_state, set_values
 from pytest_fsdp_meta.checks.values.observe import own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.nearest import describe_nearest
@@ -172,6 +172,8 @@ def _tensors(model: Module) -> list[tuple[str, Tensor]]:
 def restore(model: Module, record: Record) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
-            if name in record:
-                values = record.read_whole(name)
+            values = record.read_whole(name) if name in record else tensor
+            if values.shape != tensor.shape:
+                set_values(model, {name: values})
+            elif values is not tensor:
                 without_repetition(tensor).copy_(without_repetition(values, tensor))

@@ -144,13 +144,13 @@ def _plain_step(
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
-        give_buffers(model, number, BETWEEN)
         loss.backward()
         if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
             assert subject.clip_grad_norm is not None
             gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
             subject.clip_grad_norm(gradients, subject.max_grad_norm)
         observer.after_backward(number)
+        give_buffers(model, number, BETWEEN)  # not before the backward, which may need the buffers as they were
         give_buffers(model, number, UPDATE)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
