@@ -16,7 +16,6 @@ from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
-    SHARED,
     Blocked,
     Differs,
     NotDeclared,
@@ -36,6 +35,8 @@ EXPLAINING_A_CRASH = ("structure", "materialisation", "tying")
 """Families of checks whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 REST_PASSED = "the rest passed"
+RETRAINED = "requires_grad_matches_reference"
+"""The check whose findings the reference shares, as it trains what the loader trains."""
 DEPENDS = "depends on a failed check"
 KINDS = {
     "undeclared": "not declared",
@@ -123,7 +124,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
             return _unavailable(check, need, run)
     if "training" in check.needs and (reason := _trained_otherwise(check, run)):
         return Verdict(check, "error", reason=reason)
-    failed = tuple(id for id in check.after if run.fails(id) or (id != SHARED and run.findings(id)))
+    failed = tuple(id for id in check.after if run.fails(id) or (id != RETRAINED and run.findings(id)))
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = note = ""

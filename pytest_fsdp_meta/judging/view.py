@@ -21,9 +21,6 @@ from pytest_fsdp_meta.judging.findings import Finding, Mismatch
 from pytest_fsdp_meta.text import names_in
 
 T = TypeVar("T")
-SHARED = "requires_grad_matches_reference"
-"""The check whose findings the reference shares, as it trains what the loader trains. If they are expected, the rest of
-the model is judged beside them."""
 
 
 class Unjudgeable(Exception):
@@ -121,8 +118,7 @@ class View:
 
     def explained_by(self, name: str) -> str | None:
         """Return the more basic check that the tensor failed, if that explains other differences; record nothing."""
-        by = self._already_failed.get(name)
-        return None if by == SHARED and by in self.selection.xfailing else by
+        return self._already_failed.get(name)
 
     def explaining(self, error: str) -> list[str]:
         """Return the more basic checks that fail the run in a tensor that the text of an error names."""

@@ -418,7 +418,7 @@ def test_a_failing_teardown_hides_no_finding(project: Project) -> None:
 
 MARKED = [
     ("xfail(reason='later')", "raise ValueError('no file')", ("error", "ranks 0, 1 raised ValueError: no file")),
-    ("xfail(strict=True)", "os._exit(0)", ("error", "ranks 0, 1 exited with code 0 before they answered")),
+    ("xfail(strict=True)", "os._exit(0)", ("error", "ranks 0, 1 exited with code 0 before it answered")),
     (
         "xfail(raises=pytest.fail.Exception)",
         "fsdp.barrier(); fsdp.rank and os.kill(os.getpid(), 9); fsdp.barrier()",
