@@ -233,7 +233,7 @@ def explain_hooks_left_out(view: View) -> Explanation:
         return {}
     return {
         "cause": f"the optimizer has a step hook that the reference does not run ({first_of(left_out)})",
-        "remedy": "let the hook use the model, its parameters and the optimizer only, without a mesh or methods of "
+        "remedy": "let the hook use the model, its parameters, the optimizer and meshes only, without methods of "
         "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
     }
 

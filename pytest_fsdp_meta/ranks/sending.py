@@ -38,12 +38,17 @@ class PackedFunction:
     problem: str = ""
 
 
-def pack_function(function: Callable[..., Any], model: Module, optimizer: Optimizer | None) -> PackedFunction:
-    """Pickle the function; what it holds of the model and the optimizer is pickled by name."""
+def pack_function(
+    function: Callable[..., Any], model: Module, optimizer: Optimizer | None, one_rank: bool = False
+) -> PackedFunction:
+    """Pickle the function; what it holds of the model and the optimizer is pickled by name.
+
+    With ``one_rank``, it may hold meshes and groups, which have one rank in the world of the reference.
+    """
     places = {id(thing): place for place, thing in _shared(model, optimizer).items()}
     file = io.BytesIO()
     try:
-        _Pickler(file, places).dump(function)
+        (_OneRankPickler if one_rank else _Pickler)(file, places).dump(function)
     except Exception as error:  # pickling runs the author's code
         return PackedFunction(problem=first_line(error))
     return PackedFunction(file.getvalue())
@@ -63,7 +68,7 @@ def pack_for_one_rank(function: Any) -> PackedFunction:
     """Pickle the function; in a world of one rank, the meshes and groups that it holds have one rank."""
     file = io.BytesIO()
     try:
-        _OneRankPickler(file).dump(function)
+        _OneRankPickler(file, {}).dump(function)
     except Exception as error:  # pickling runs the author's code
         return PackedFunction(problem=f"data cannot be sent to a world of one rank: {first_line(error)}")
     return PackedFunction(file.getvalue())
@@ -71,7 +76,7 @@ def pack_for_one_rank(function: Any) -> PackedFunction:
 
 def unpack_on_one_rank(packed: PackedFunction) -> Any:
     """Return the function. Raises whatever the author's modules raise when they are imported."""
-    return _OneRankUnpickler(io.BytesIO(packed.code)).load()
+    return _Unpickler(io.BytesIO(packed.code), {}).load()
 
 
 def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
@@ -102,14 +107,26 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._shared = shared
 
-    def persistent_load(self, pid: Place) -> object:
-        if pid not in self._shared:
-            raise pickle.UnpicklingError(f"the reference has no {' '.join(pid)}")
-        return self._shared[pid]
+    def persistent_load(self, pid: Any) -> object:
+        if pid in self._shared:
+            return self._shared[pid]
+        kind, dims = pid
+        if not isinstance(dims, tuple):
+            raise pickle.UnpicklingError(f"the reference has no {kind} {dims}")
+        if kind == "group":
+            return dist.group.WORLD
+        if not dims:
+            return current()
+        mesh = init_device_mesh(current().device.type, (1,) * len(dims), mesh_dim_names=dims)
+        return mesh if kind == "mesh" else replace(current(), _mesh=mesh)
 
 
-class _OneRankPickler(Pickler):
-    def persistent_id(self, obj: object) -> tuple[str, tuple[str, ...]] | None:
+class _OneRankPickler(_Pickler):
+    """Sends meshes, groups and the rank as those of a world of one rank."""
+
+    def persistent_id(self, obj: object) -> Any:
+        if id(obj) in self._places:
+            return self._places[id(obj)]
         if isinstance(obj, DTensor):
             raise pickle.PicklingError("it holds a DTensor, whose other parts are on other ranks")
         if isinstance(obj, DeviceMesh):
@@ -119,17 +136,6 @@ class _OneRankPickler(Pickler):
         if isinstance(obj, Rank):
             return "rank", _dim_names(obj.mesh) if obj.has_mesh else ()
         return None
-
-
-class _OneRankUnpickler(pickle.Unpickler):
-    def persistent_load(self, pid: tuple[str, tuple[str, ...]]) -> object:
-        kind, dims = pid
-        if kind == "group":
-            return dist.group.WORLD
-        if not dims:
-            return current()
-        mesh = init_device_mesh(current().device.type, (1,) * len(dims), mesh_dim_names=dims)
-        return mesh if kind == "mesh" else replace(current(), _mesh=mesh)
 
 
 def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -149,7 +155,8 @@ class PackedHook:
 def pack_hooks(optimizer: Optimizer, model: Module) -> tuple[PackedHook, ...]:
     """Pickle the step hooks; what they hold of the model and the optimizer is pickled by name."""
     hooks = step_hooks(optimizer)
-    return tuple(PackedHook(_name(hook), before, pack_function(hook, model, optimizer)) for before, hook in hooks)
+    packed = ((before, hook, pack_function(hook, model, optimizer, one_rank=True)) for before, hook in hooks)
+    return tuple(PackedHook(_name(hook), before, function) for before, hook, function in packed)
 
 
 def add_hooks(
