@@ -211,8 +211,8 @@ def _classify(change: Change) -> str:
         return "fixed" if _has_kind(before, (*FAILED, "xfailed", "differs")) else ""
     if _has_kind(now, ("xfailed",)):
         return "expected" if _has_kind(before, (*FAILED, *PASSED, "differs")) else ""
-    if _has_kind(now, ("depends on a failed check",)) and _has_kind(before, JUDGED):
-        return "dependent"
+    if _has_kind(now, ("depends on a failed check",)):
+        return "dependent" if _has_kind(before, JUDGED) else ""
     return "no_longer_judged" if _has_kind(before, (*FAILED, *JUDGED)) else ""
 
 

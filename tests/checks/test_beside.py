@@ -99,7 +99,7 @@ PLAIN = Comparison(EMA, False, problem="shape (3, 4)", should_be="(6, 4), as in 
             "nothing that is kept beside the model moves in these steps, neither here nor in the reference",
         ),
         ((*HEALTHY.training[0].beside, PLAIN), "plain tensors of another shape than the reference's"),
-        ((), "the reference keeps none of it: give Subject(beside=...) a function of the model"),
+        ((), "the reference keeps no tensors of it: give Subject(beside=...) a function of the model"),
     ],
     ids=["nothing moves", "plain tensors that hold a shard", "only the ranks keep it"],
 )

@@ -133,7 +133,9 @@ FROZEN = change(healthy(), MIDDLE, requires_grad=False)
 def test_a_check_that_is_expected_to_fail_leaves_others_to_be_judged():
     wrong = losses(FROZEN, *[(2.0, 1.75, 1.25)] * 2)
     assert verdict(PARITY, wrong).why == "depends on a failed check"
-    assert verdict(PARITY, wrong, [TRAINABLE]).status == "failed"
+    assert verdict(PARITY, wrong, [TRAINABLE]).why == "differs"
+    shared = with_reference(wrong, retrained=tuple(t.name for t in wrong.inventory[0].tensors))
+    assert [verdict(PARITY, shared, expected).status for expected in ([], [TRAINABLE])] == ["failed", "failed"]
     assert verdict(PARITY, FROZEN, [TRAINABLE]).status == "passed"
 
 

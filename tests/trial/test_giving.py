@@ -97,7 +97,7 @@ class Scaled(nn.Module):
         return self.layers(input) * self.scale
 
 
-@pytest.mark.parametrize(("apart", "outcome"), [(0.0, "passed"), (0.5, "differs")])
+@pytest.mark.parametrize(("apart", "outcome"), [(0.0, "partly checked"), (0.5, "differs")])
 def test_a_schedule_in_a_buffer_is_given_if_the_ranks_agree_about_it(apart, outcome):
     def load(fsdp: Rank) -> Subject:
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: dict[str, Tensor]) -> Tensor:
@@ -107,4 +107,4 @@ def test_a_schedule_in_a_buffer_is_given_if_the_ranks_agree_about_it(apart, outc
         model = fully_shard(Scaled(), mesh=fsdp.mesh)
         return Subject(model, reference=Scaled, batch=batch, loss=loss, train_step=step)
 
-    assert outcomes(load) == {**dict.fromkeys(PARITY, outcome)}
+    assert outcomes(load) == dict.fromkeys(PARITY, outcome)  # what is given is told, as no selected check compares it

@@ -72,9 +72,7 @@ def test_declared_frozen_parameters_are_frozen_in_the_reference():
 def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, actual, expected):
     verdicts = judged(lambda fsdp: subject(fsdp, freeze, **declared))
     assert findings_of(verdicts[TRAINABLE]) == [(name, (0, 1), actual, expected, "") for name in ("0.weight", "0.bias")]
-    assert verdicts[PARITY].status == "skipped"
-    assert verdicts[PARITY].reason.startswith("the losses differ (step 1: ")
-    assert verdicts[PARITY].reason.endswith(f"which the findings of {TRAINABLE} explain; fix those first")
+    assert verdicts[PARITY].status == "passed", "the reference trains what the ranks train"
 
 
 @pytest.mark.parametrize(
