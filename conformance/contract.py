@@ -61,8 +61,8 @@ def judge_all(evidence: Evidence) -> dict[str, Verdict]:
     _beyond.clear()
     verdicts = {check.id: judge(check, evidence, WATCHED) for check in WATCHED}
     hidden = [verdict for id, verdict in verdicts.items() if id in _beyond and not _shows(verdict, verdicts)]
-    told = [v for v in verdicts.values() if v.why == "not applicable" and MEASURED.search(v.reason)]
-    bad = [f"{v.check.id}: {v.why or v.status} ({v.reason})" for v in (*hidden, *told)]
+    measured = [v for v in verdicts.values() if v.why == "not applicable" and MEASURED.search(v.reason)]
+    bad = [f"{v.check.id}: {v.why or v.status} ({v.reason})" for v in (*hidden, *measured)]
     assert not bad, "measured and beyond its limit, but hidden: " + "; ".join(bad)
     return verdicts
 

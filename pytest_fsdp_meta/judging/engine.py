@@ -182,7 +182,7 @@ def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdic
 
 
 def _left_out_by(view: View, run: _Run) -> str:
-    """Return the kind of a skip for tensors that were left out: it is told, unless a check that they failed fails."""
+    """Return the kind of a skip for tensors that were left out: partly checked if no check that they failed fails."""
     return DEPENDS if any(map(run.fails, view.left_out)) else "partly checked"
 
 
@@ -251,15 +251,15 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
     """Return the tensors that failed a more basic check, mapped to the first such check."""
     already_failed: dict[str, str] = {}
     reference = run.evidence.reference
-    # For these tensors the reference trained from the loader's values, so wrong values do not make training differ.
-    compares = reference is not None and "training" in check.needs
-    adopted = reference.adopted if reference is not None and compares else ()
-    retrained = reference.retrained if reference is not None and compares and "reference" in check.needs else ()
+    # In these tensors the reference trained as the loader does, so that these findings do not make training differ.
+    shared: dict[str, tuple[str, ...]] = {}
+    if reference is not None and "training" in check.needs:
+        shared = dict.fromkeys(VALUES_CHECKS.values(), reference.adopted)
+        shared[RETRAINED] = reference.retrained if "reference" in check.needs else ()
     for id in check.after:
         for finding in run.findings(id):
             for name in finding.failed_tensors:
-                trained_alike = name in adopted if id in VALUES_CHECKS.values() else name in retrained
-                if not trained_alike:
+                if name not in shared.get(id, ()):
                     already_failed.setdefault(name, id)
     return already_failed
 

@@ -130,14 +130,21 @@ def unless_explained(
     else:
         require_gradients(view)
         require_noise(view, tolerance, (comparison.relative for comparison in compared))
-        require_training_mode(view)
+        require_whole_comparison(view)
     return found
 
 
 def require_given(view: View, message: str) -> None:
     """Raise Differs if the ranks train with something that the reference could not be given."""
-    for name, reason in view.reference.not_given.items():
+    if not_given := view.reference.not_given:
+        name, reason = next(iter(not_given.items()))
         raise Differs(f"{message}; {name}: {reason}, so the reference could not be given it")
+
+
+def require_same_forwards(view: View, message: str) -> None:
+    """Raise Differs if the loss depends on what each forward changes, where the reference runs fewer of them."""
+    if steered := view.reference.steered_by_forward:
+        raise Differs(f"{message}; every forward changes {steered[0]}, and the reference runs fewer forwards")
 
 
 def missing_gradients(found: Iterable[Finding]) -> list[Finding]:
@@ -182,7 +189,7 @@ def describe_given(view: View) -> str:
     )
 
 
-def require_training_mode(view: View) -> None:
+def require_whole_comparison(view: View) -> None:
     """Raise PartlyJudged if the model had to be compared in eval(), or with what no check of this run compares."""
     if view.reference.given and "buffers_follow_training" not in view.selection:
         raise PartlyJudged(describe_given(view))

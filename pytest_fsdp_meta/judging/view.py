@@ -50,7 +50,7 @@ class Differs(NotJudged):
 class Blocked(NotJudged):
     """Raised if the difference that the message describes follows from findings of other checks, ``by`` their ids.
 
-    The verdict names those that fail the run. If none does, nothing else reports the difference, and it is told as one.
+    The verdict names those that fail the run. If none does, nothing else reports the difference, and it differs.
     """
 
     def __init__(self, message: str, by: Iterable[str]) -> None:

@@ -21,13 +21,13 @@ from pytest_fsdp_meta.evidence import (
     ReferenceFacts,
     frozen_sources,
 )
+from pytest_fsdp_meta.judging.engine import RETRAINED
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World
 
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
-RETRAINED = "requires_grad_matches_reference"
 Held = Sequence[Mapping[Moment, RecordedPart]]
 
 
@@ -83,10 +83,8 @@ class Giving:
             if moment.event == BETWEEN and backwards.get(moment.step, 0) > 1:
                 not_given[moment.name] = "train_step changes it between micro-batches"
         names = tuple(dict.fromkeys(moment.name for own in given for moment in own))
-        changed, steering = (*dict.fromkeys((*names, *not_given)),), tuple[str, ...]()
-        if changed:
-            depends_on = on_ranks.reference_training.depends_on
-            steering = run_on(self.reference_world, depends_on, self.recipe, changed, folder)[0]
+        changed, depends_on = (*dict.fromkeys((*names, *not_given)),), on_ranks.reference_training.depends_on
+        steering = run_on(self.reference_world, depends_on, self.recipe, changed, folder)[0]
         if steering:
             run_on(self.reference_world, on_ranks.given.give, given, GIVEN_BUFFERS, folder)
         unknown = {name: why for name, why in not_given.items() if name in steering}
@@ -104,7 +102,7 @@ class Giving:
         return not_given
 
     def _divide(self, held: Held, unlike: str) -> tuple[list[dict[Moment, PartFacts]], dict[str, str]]:
-        """Return what can be given of each rank, and the tensors of which ranks hold other values of the same part."""
+        """Return what can be given of each rank, and the tensors whose replicas have other values on other ranks."""
         differing: set[Moment] = set()
         for moment in dict.fromkeys(moment for own in held for moment in own):
             holders = [rank.rank for rank in self.seen.inventory if (t := rank.by_name.get(moment.name)) and t.numel]

@@ -70,6 +70,11 @@ def from_world_error(error: WorldError, known: Collection[str] = ()) -> Unavaila
     return Unavailable(add_hints(error.summary), error=True, detail=detail, names=tuple(names))
 
 
+def failed_or_refused(reason: str, error: WorldError) -> Unavailable:
+    """Return why something could not be observed: an error, unless all ranks refuse it with the same exception."""
+    return Unavailable(reason, error=not error.unanimous, detail=str(error))
+
+
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
     """Return the observations and checks that cannot be judged because torch lacks a private name.
 

@@ -40,6 +40,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     beside_not_loaded_by_torch,
     explain_missing_state,
     exported_in_parts,
+    failed_or_refused,
     no_training_declared,
     not_gathered_by_gloo,
     not_saved_by_torch,
@@ -180,10 +181,7 @@ class Reloading(TableRun):
         except WorldError as error:
             if error.failures[0].kind in ("hung", "killed"):  # gloo aborts a rank whose collective meets another one
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)
-            summary = f"the step in which the model returns NaN fails: {error.summary}"
-            return Unavailable(
-                summary, error=not error.unanimous, detail=str(error)
-            )  # all ranks may refuse it together
+            return failed_or_refused(f"the step in which the model returns NaN fails: {error.summary}", error)
 
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
@@ -274,8 +272,7 @@ class Reloading(TableRun):
         try:
             world = self.loads.of_size(spec, label)
         except WorldError as error:
-            reason = f"the loader fails in {describe_size(spec)}: {error.summary}"
-            return Unavailable(reason, error=not error.unanimous, detail=str(error))
+            return failed_or_refused(f"the loader fails in {describe_size(spec)}: {error.summary}", error)
         name, compare = ("continued", self._recorded.compare_model) if self._recorded.model else ("kept", self._compare)
         saved = self._path(name)
         if self.seen.resumed and self._recorded.state:

@@ -107,4 +107,4 @@ def test_a_schedule_in_a_buffer_is_given_if_the_ranks_agree_about_it(apart, outc
         model = fully_shard(Scaled(), mesh=fsdp.mesh)
         return Subject(model, reference=Scaled, batch=batch, loss=loss, train_step=step)
 
-    assert outcomes(load) == dict.fromkeys(PARITY, outcome)  # what is given is told, as no selected check compares it
+    assert outcomes(load) == dict.fromkeys(PARITY, outcome)  # no selected check compares what is given

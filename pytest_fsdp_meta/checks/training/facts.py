@@ -36,6 +36,11 @@ class Moment(NamedTuple):
     """Or the key in the optimizer's state of a parameter."""
     name: str
 
+    @property
+    def key(self) -> str:
+        """The name in the record of the ranks."""
+        return " ".join(map(str, self))
+
 
 class RecordedPart(NamedTuple):
     """Where the elements that a rank has recorded lie in the whole tensor, and their digest."""

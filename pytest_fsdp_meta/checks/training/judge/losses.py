@@ -28,7 +28,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_given,
     require_gradients,
     require_no_other_cause,
-    require_training_mode,
+    require_whole_comparison,
     slice_losses,
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, largest_of, loss_limits, relative_distance, require_noise
@@ -71,7 +71,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
         require_gradients(view)
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
         require_noise(view, LOSS_TOLERANCE, errors)
-        require_training_mode(view)
+        require_whole_comparison(view)
         if norms := view.reference.batch_norms:
             raise Noted(
                 f"{first_of(norms)} stayed in eval(): in train(), statistics would be those of each rank's own rows"

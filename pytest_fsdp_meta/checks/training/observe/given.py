@@ -70,19 +70,19 @@ def record_optimizer_state(folder: str) -> tuple[dict[Moment, RecordedPart], tup
 
 
 def _record(found: Mapping[Moment, Part], folder: str, what: str) -> dict[Moment, RecordedPart]:
-    keys = {moment: " ".join(map(str, moment)) for moment in found}
-    facts = record_parts({keys[m]: part for m, part in found.items()}, record_at(folder, f"{what}{current().rank}"))
-    return {m: RecordedPart(facts[keys[m]], digest(local_part(part.local))) for m, part in found.items()}
+    path = record_at(folder, f"{what}{current().rank}")
+    facts = record_parts({moment.key: part for moment, part in found.items()}, path)
+    return {m: RecordedPart(facts[m.key], digest(local_part(part.local))) for m, part in found.items()}
 
 
 def give(held_by_rank: Sequence[Mapping[Moment, PartFacts]], what: str, folder: str) -> None:
     """Let all later trainings of the reference have these buffers at these moments, or begin with this state."""
-    keys = {" ".join(map(str, moment)): moment for held in held_by_rank for moment in held}
-    by_key = [{" ".join(map(str, moment)): facts for moment, facts in held.items()} for held in held_by_rank]
+    moments = {moment.key: moment for held in held_by_rank for moment in held}
+    by_key = [{moment.key: facts for moment, facts in held.items()} for held in held_by_rank]
     records = [Record(record_at(folder, f"{what}{rank}")) for rank in range(len(by_key))]
     given: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, whole in put_together(by_key, records):
-        step, event, name = keys[key]
+        step, event, name = moments[key]
         given.setdefault((step, event), {})[name] = whole
     current().state[what] = given
 

@@ -141,6 +141,8 @@ def _describe_draws(recipe: Mapping[str, bytes], values: Record) -> str:
 
 def depends_on(recipe: Mapping[str, bytes], names: Collection[str], folder: str) -> tuple[str, ...]:
     """Return the tensors of these on which the reference's loss depends."""
+    if not names:
+        return ()
     subject, values = declared_subject(current().state["reference"], recipe), Record(record_at(folder, "values"))
     rows = rows_of_step(subject, 0, (0, 1), current().device)
 
@@ -152,11 +154,11 @@ def depends_on(recipe: Mapping[str, bytes], names: Collection[str], folder: str)
             return loss_of(subject, rows)
         return math.nan  # which equals nothing: a loss that cannot be computed may depend on any
 
-    found = []
+    expected, found = loss({}), []
     for name, tensor in ((name, tensor) for name, _, tensor in named_tensors(subject.model) if name in names):
         # NaN shows also where a choice of experts hides a small change.
         other = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor + 1
-        found += [] if loss({}) == loss({name: other}) else [name]
+        found += [] if loss({name: other}) == expected else [name]
     return tuple(found)
 
 
