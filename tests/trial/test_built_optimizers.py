@@ -281,7 +281,7 @@ def test_a_copy_of_a_dtensor_is_not_sent_to_the_reference():
 
     reference = evidence_of(make).reference
     assert reference is not None
-    assert reference.hooks_left_out == ("<lambda>: it holds a DTensor, which the reference does not have",)
+    assert reference.hooks_left_out == ("<lambda>: it holds a DTensor, whose other parts are on other ranks",)
 
 
 def test_a_function_gets_what_its_parameter_is_named_after():
