@@ -164,7 +164,10 @@ def test_wrong_buffers_explain_later_differences_and_a_wrong_gradient_those_of_b
     evidence = remeasured(counted(healthy(), 2.0, "first"), MIDDLE, 2.0)
     assert verdict(ID, evidence).why == "depends on a failed check"
     apart = remeasured(counted(healthy(), 0.5, ranks=[1]), MIDDLE, 2.0)
-    assert verdict(REPLICAS, apart).findings == ()
+    found = verdict(REPLICAS, apart)
+    assert (found.findings, found.why) == ((), "depends on a failed check")
+    assert f"{COUNTER} differs from its replicas after 3 steps: rank 1 differs from rank 0" in found.reason
+    assert verdict(REPLICAS, apart, ["grad_parity"]).why == "differs"
 
 
 def test_what_a_step_changes_by_itself_is_given_to_the_reference():

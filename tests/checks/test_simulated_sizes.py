@@ -218,6 +218,15 @@ def test_a_short_dim_of_few_ranks_explains_no_growth():
     assert "pad it" not in finding.cause
 
 
+def test_traffic_that_grows_is_left_to_a_tensor_that_is_sharded_wrongly():
+    grown = size(64, gathered(64, 640 * MIB, "dp")), size(8, gathered(8, 64 * MIB, "dp"))
+    right = size(64, gathered(64, 64 * MIB, "dp")), size(8, gathered(8, 64 * MIB, "dp"))
+    found = judged(*grown, tensors=(parameter("a", 8),))
+    assert (found.status, found.why) == ("skipped", "depends on a failed check")
+    assert found.reason.startswith("640 MiB sent by all_gather over dp in a step of 64 ranks")
+    assert judged(*right, tensors=(parameter("a", 8),)).status == "passed"
+
+
 @pytest.mark.parametrize(
     ("blocks", "ranks", "embedding", "found"),
     [

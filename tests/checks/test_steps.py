@@ -567,6 +567,12 @@ def test_gradients_before_clipping_that_are_right_or_differ_in_direction(evidenc
     assert verdict(PARITY, evidence).status == "passed"
 
 
+def test_a_step_that_refuses_small_gradients_is_told():
+    found = verdict(PARITY, on_runs(healthy(), [1], unclipped_refused="StopIteration: the schedule has ended"))
+    assert (found.status, found.why) == ("skipped", "partly checked")
+    assert found.reason.endswith("one more step with small gradients raised StopIteration: the schedule has ended")
+
+
 def test_gradients_before_clipping_of_weights_that_have_moved_otherwise():
     found = verdict(PARITY, unclipped(2.0, evidence=remeasured(healthy(), MIDDLE, apart=9.0, observed="parameters")))
     assert (found.status, found.why) == ("skipped", "partly checked")

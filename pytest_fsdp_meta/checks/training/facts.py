@@ -244,6 +244,8 @@ class RankTraining:
 
     Empty if they do not follow the scale of the backward, or the author declares no bound.
     """
+    unclipped_refused: str = ""
+    """The error that the author's step raised there, or empty."""
     clipped: Clipping | None = None
     """None if the author declares no function that clips, or no reference to compare with."""
     second: SecondStep | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import wraps
 from math import prod
 
 from pytest_fsdp_meta.checks.memory.judge import stacks_of
@@ -18,7 +19,7 @@ from pytest_fsdp_meta.evidence import (
     splits_stages,
 )
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.registry import scale_check
+from pytest_fsdp_meta.judging.registry import Judge, scale_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import as_bytes, counted
 
@@ -38,6 +39,19 @@ _LONGER_DIM = (
 PADDING = ("all_gather", "reduce_scatter")
 """Collectives by which FSDP sends shards, which it pads to equal sizes."""
 NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=1024)"
+
+
+def left_to_sharding(judge: Judge) -> Judge:
+    """Leave what the judge finds to the checks that name the tensors because of which ranks hold too much."""
+
+    @wraps(judge)
+    def left(view: View) -> Iterator[Finding]:
+        for finding in judge(view):
+            if by := [id for id in EXPLAINING if id in view.failed]:
+                raise Blocked(f"{finding.actual}; expected: {finding.expected}", by)
+            yield finding
+
+    return left
 
 
 @scale_check(
@@ -166,6 +180,7 @@ def _bytes(tensor: TensorFacts) -> int:
     references=["arXiv:1910.02054 (ZeRO), figure 1"],
     simulated="only",
 )
+@left_to_sharding
 def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
     for dim, size in _idle_dims(view):
         ranks = tuple(rank.rank for rank in view.evidence.inventory)
@@ -265,8 +280,6 @@ def simulated_sizes(view: View) -> tuple[SimulatedSize, ...]:
     """Return the simulated world and smaller ones, as far as they could be simulated."""
     if not view.evidence.world.simulated:
         raise NotJudged(NOT_SIMULATED)
-    if by := [id for id in EXPLAINING if id in view.failed]:
-        raise Blocked("what a rank holds and sends is not judged", by)
     return tuple(size for size in view.evidence.simulation or () if not size.problem)
 
 

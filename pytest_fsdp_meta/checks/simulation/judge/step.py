@@ -22,6 +22,7 @@ from pytest_fsdp_meta.checks.simulation.judge.sharing import (
     LARGE,
     SLACK,
     explain_padding,
+    left_to_sharding,
     simulated_sizes,
     sizes_to_compare,
 )
@@ -45,6 +46,7 @@ FEW_TIMES = (2, 4, 8, 16)
     references=["arXiv:1910.02054 (ZeRO), section 7"],
     simulated="only",
 )
+@left_to_sharding
 def communication_scales(view: View) -> Iterable[Finding]:
     largest, *others = sizes_to_compare(view)
     step = _step(largest)
@@ -79,6 +81,7 @@ def _most(part: Traffic) -> str:
     references=["arXiv:1910.02054 (ZeRO), section 3"],
     simulated="only",
 )
+@left_to_sharding
 def step_fits(view: View) -> Iterable[Finding]:
     world, sizes = view.evidence.world, simulated_sizes(view)
     size, step = sizes[0], _step(sizes[0])

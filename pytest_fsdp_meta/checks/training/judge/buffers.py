@@ -60,6 +60,8 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             rank, usual = min(odd.items())
             actual = f"differs from its replicas after {count_steps(view)}"
             detail = f"rank {rank} differs from rank {usual}"
+            if kind == "buffer" and (wrong := [id for id in WRONG_STEPS if id in view.failed]):
+                raise Blocked(f"{name} {actual}: {detail}", wrong)
             explanation = _OWN_ROWS if kind == "buffer" else {}
             if by_step := tuple(r for r, run in enumerate(view.evidence.training or ()) if name in run.buffers.by_step):
                 explanation = {
@@ -74,10 +76,8 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
 def _judged_buffers(view: View) -> dict[str, bool]:
     """Map the persistent buffers that training changes to whether any rank's differs from the reference's.
 
-    Within the noise of the reference's, each rank may round them otherwise. Where gradients differ, so may statistics.
+    Within the noise of the reference's, each rank may round them otherwise.
     """
-    if set(WRONG_STEPS).intersection(view.failed):
-        return {}
     changed = _changed_buffers(view)
     reference = view.evidence.reference
     trained = reference is not None and reference.after is not None

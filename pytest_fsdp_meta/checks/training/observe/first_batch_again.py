@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,6 +59,7 @@ class FirstBatchAgain:
     accumulation: Accumulation | None = None
     short: Accumulation | None = None
     unclipped: tuple[Comparison, ...] = ()
+    unclipped_refused: str = ""
     memory: StepMemory | None = None
 
     def observe(self) -> None:
@@ -131,8 +132,7 @@ class FirstBatchAgain:
                 watched, self.memory = observe_step_memory(subject, run)
                 seen = watched or run(nullcontext())
         except (CallFailed, SubjectError) as error:
-            cause = cause_of(error)
-            return Accumulation(refused=f"{type(cause).__name__}: {first_line(cause)}")
+            return Accumulation(refused=_describe(error))
         finally:
             reshard(subject.model)
         return Accumulation(seen.gradients, seen.without_gradient)
@@ -140,8 +140,7 @@ class FirstBatchAgain:
     def _leave_unclipped(self, optimizer: Optimizer) -> tuple[Comparison, ...]:
         """Let the author's step train on the batch, so that clipping hides no wrong scale.
 
-        Gradients that are clipped all the same have the scale of a GradScaler, say: then smaller ones are tried. A step
-        that refuses one more, as one with a schedule of its own may, is not observed.
+        Gradients that are clipped all the same have the scale of a GradScaler, say: then smaller ones are tried.
         """
         subject, rank = self.subject, self.rank
         if subject.train_step is None or subject.max_grad_norm is None or "accumulated" not in self.records:
@@ -150,11 +149,15 @@ class FirstBatchAgain:
         for scale in (SMALL, SMALLEST):
             seen = _GradientsOfStep(subject.model, self.records["accumulated"], scale)
             kept = _kept_values(subject.model, weights=scale == SMALL)  # the reference's are those before these steps
-            with suppress(CallFailed, SubjectError), beside.kept_schedule(optimizer), kept:
-                for _ in range(2):
-                    train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
-                    seen.gradient_scale /= SCALING
-            reshard(subject.model)
+            try:
+                with beside.kept_schedule(optimizer), kept:
+                    for _ in range(2):
+                        train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
+                        seen.gradient_scale /= SCALING
+            except (CallFailed, SubjectError) as error:  # a schedule of the author's own may have ended
+                self.unclipped_refused = _describe(error)
+            finally:
+                reshard(subject.model)
             if not on_any_rank(len(seen.norms) == 2 and not seen.scaled):
                 break
         return seen.gradients if seen.scaled else ()
@@ -172,6 +175,11 @@ class FirstBatchAgain:
         optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
         drop_gradients(self.subject.model)
         reshard(self.subject.model)
+
+
+def _describe(error: Exception) -> str:
+    cause = cause_of(error)
+    return f"{type(cause).__name__}: {first_line(cause)}"
 
 
 @contextmanager

@@ -132,6 +132,7 @@ def observe_training(
         accumulation=again.accumulation,
         short=again.short,
         unclipped=again.unclipped,
+        unclipped_refused=again.unclipped_refused,
         clipped=seen.clipped,
         second=seen.second,
         late=seen.compared["late"],
