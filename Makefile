@@ -34,7 +34,7 @@ help:
 	@echo "make check        the same without lint"
 	@echo "make slow         the other tests: every form of sharding by every check, the module where a step departs, pages of docs"
 	@echo "make nightly      what CI runs each night: every further defect, forms on the stand-in device, the whole matrix"
-	@echo "make lint         run ruff, mypy and import-linter, and resolve the pins in constraints.txt for the oldest and newest Python"
+	@echo "make lint         run ruff, mypy and import-linter, compare sizes with limits.json, and resolve the pins in constraints.txt for the oldest and newest Python"
 	@echo "make format       format and fix with ruff"
 	@echo "make pins         write constraints.txt: a version of each dependency for each Python (UPGRADE=1: the newest ones)"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
@@ -127,6 +127,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.limits
 	@$(MAKE) --no-print-directory check-pins
 
 # Resolves the pins, from metadata alone, for first releases, because some packages need a later patch release of Python, and
