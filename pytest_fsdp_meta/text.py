@@ -105,15 +105,6 @@ def _runs(ordered: Sequence[int], joint: str) -> list[str]:
     return parts
 
 
-def fold_members(prefix: str, members: Sequence[str]) -> str:
-    """Format members of one module, like "attn.q", "attn.{q,k}" or "layers.{0..3}"."""
-    if len(members) == 1:
-        return f"{prefix}{members[0]}"
-    numbers = [int(member) for member in members if member.isdecimal()]
-    parts = members if len(numbers) < len(members) else _runs(sorted(numbers), "..")
-    return f"{prefix}{{{','.join(parts)}}}"
-
-
 def clean_name(name: str) -> str:
     """Return a name without the components that torch's wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -426,7 +426,7 @@ def test_a_loss_that_is_wrong_later_only_starts_in_no_traced_module():
 
 def test_what_agrees_is_said_where_no_module_is_named():
     wrong = remeasured(healthy(), "layers.0.weight", apart=1.0)
-    said = "{embed,head} agree, layers does not; the backward reaches layers.0.weight first"
+    said = "the backward reaches layers.0.weight first, embed.weight agrees"
     problem = [RankTrace((rank, 2), problem="it refuses") for rank in range(2)]
     for traces in ([], both({}), problem):
         assert {f.origin for f in verdict("grad_parity", traced(wrong, traces)).findings} == {said}
