@@ -158,8 +158,9 @@ class ReferenceFacts:
     """Tensors whose values differ from the loader's; the reference trains from the loader's values of these."""
     retrained: tuple[str, ...] = ()
     """Parameters that are frozen or trainable as on the ranks, which differ from what it was built with."""
-    given: tuple[str, ...] = ()
-    """The buffers that the ranks' steps change by themselves: they have the same values here at the same moments."""
+    changed_by_steps: tuple[str, ...] = ()
+    """The buffers that the ranks' steps change by themselves: where the loss depends on one, all have the same values
+    here at the same moments."""
     not_given: Mapping[str, str] = field(default_factory=dict)
     """What the ranks have and it could not be given although it may change the training, each with the reason: buffers
     that their steps change, and the state of the loader's optimizer."""
@@ -216,7 +217,7 @@ def frozen_sources(subject: SubjectFacts, reference: ReferenceFacts | None) -> d
     return {name: source for name, source in frozen.items() if name not in subject.drawn}
 
 
-MOST_RANKS = 2**17
+MOST_SIMULATED = 2**17
 """The largest world that is simulated: torch lists all of its ranks."""
 MOST_RUN = 1024
 """Most ranks that run, as ``worlds`` limits them: each is a process."""
@@ -245,8 +246,10 @@ class WorldFacts:
 
     def check_stored(self) -> None:
         """Raise ValueError for sizes that no run has: a stored file may hold them, and its readers list all ranks."""
-        if not 0 <= self.size <= MOST_RANKS or (len(self.simulated) or self.size) > MOST_RUN:
-            raise ValueError(f"a world of {self.size}, but at most {MOST_RUN} ranks run, or {MOST_RANKS} are simulated")
+        if not 0 <= self.size <= MOST_SIMULATED or (len(self.simulated) or self.size) > MOST_RUN:
+            raise ValueError(
+                f"a world of {self.size}, but at most {MOST_RUN} ranks run, or {MOST_SIMULATED} are simulated"
+            )
         if self.mesh and (any(size < 1 for _, size in self.mesh) or prod(dict(self.mesh).values()) != self.size):
             raise ValueError(f"the mesh {describe_mesh(self.mesh)} does not make a world of {self.size}")
         if any(not 0 <= rank < self.size for rank in self.simulated):
@@ -278,7 +281,8 @@ class Unavailable:
     similar long text. ``names`` are the tensors that the error names: findings about one of them explain it, as do any
     of the checks ``by``. ``error`` is False if the author did not declare what the observation needs; its checks are
     then skipped. ``kind`` is "undeclared" if declaring a field of Subject would make it possible, "unselected" if no
-    selected check asked for it, and "unsupported" if this release of torch lacks a private name that it needs.
+    selected check asked for it, "unsupported" if this release of torch lacks a private name that it needs, and
+    "refused" if all ranks raise the same in what only this observation asks of them, such as a world of another size.
     """
 
     summary: str

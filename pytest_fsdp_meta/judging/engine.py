@@ -16,6 +16,7 @@ from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import Catalogue, Check
 from pytest_fsdp_meta.judging.smaller_worlds import add_smaller_worlds
 from pytest_fsdp_meta.judging.view import (
+    DEPENDS,
     Blocked,
     Differs,
     NotDeclared,
@@ -37,11 +38,11 @@ PACKAGE = Path(__file__).parents[1]
 REST_PASSED = "the rest passed"
 RETRAINED = "requires_grad_matches_reference"
 """The check whose findings the reference shares, as it trains what the loader trains."""
-DEPENDS = "depends on a failed check"
 KINDS = {
     "undeclared": "not declared",
     "unselected": "not selected",
     "unsupported": "not supported",
+    "refused": "partly checked",
 }
 """``Unavailable.kind`` -> ``Verdict.why``."""
 
@@ -58,8 +59,8 @@ class Verdict:
     Where ``status`` is "skipped", ``why`` is the kind of the skip: "not declared" (a field of Subject is missing),
     "depends on a failed check", "not selected" (no selected check asked for the observation), "not supported" (by this
     release of torch), "not applicable" (the model has nothing of the kind), "partly checked" (something could not be
-    judged, and the rest passed), or "differs" (a measured difference is beyond its limit, and is not judged); of an
-    error, it is "raised" if a judge of this package raised. ``missing_field`` is the field, if a single one is missing.
+    judged, and the rest passed), or "differs" (a measured difference is beyond its limit, and is not judged).
+    ``missing_field`` is the field, if a single one is missing.
     ``by`` are the checks that may explain what was not judged.
     """
 
@@ -124,7 +125,9 @@ def _judge(check: Check, run: _Run) -> Verdict:
             return _unavailable(check, need, run)
     if "training" in check.needs and (reason := _trained_otherwise(check, run)):
         return Verdict(check, "error", reason=reason)
-    failed = tuple(id for id in check.after if run.fails(id) or (id != RETRAINED and run.findings(id)))
+    # Where the check of requires_grad is expected to fail, it explains nothing: the reference trains what ranks train.
+    shared = {RETRAINED} & {*run.selection.xfailing}
+    failed = tuple(id for id in check.after if id not in shared and run.findings(id))
     view = View(evidence, check.id, check.tolerance, _already_failed(check, run), failed, run.selection)
     findings: list[Finding] = []
     reason = note = ""
@@ -141,10 +144,6 @@ def _judge(check: Check, run: _Run) -> Verdict:
         note = str(error)
     except NotTaken as error:
         return _unavailable(check, str(error), run)
-    except Blocked as error:
-        if not findings:
-            return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out, why=DEPENDS, by=error.by)
-        reason = str(error)
     except NotJudged as error:
         if not findings:
             return _not_judged(check, error, view, run)
@@ -154,8 +153,7 @@ def _judge(check: Check, run: _Run) -> Verdict:
         if check.built_in:
             reason = f"this check of pytest-fsdp-meta raised {_one_line(error)}; please report this"
         if not findings:
-            detail, why = _traceback(check, error), "raised" * check.built_in
-            return Verdict(check, "error", reason=reason, detail=detail, unjudged=view.left_out, why=why)
+            return Verdict(check, "error", reason=reason, detail=_traceback(check, error), unjudged=view.left_out)
     if findings:
         findings = add_smaller_worlds(check, findings, evidence.smaller)
         model, ties = _by_kind(evidence), _ties(evidence)
@@ -167,15 +165,14 @@ def _judge(check: Check, run: _Run) -> Verdict:
 
 
 def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdict:
-    reason, why, missing = str(error), "not applicable", ""
+    if isinstance(error, Blocked):
+        return Verdict(check, "skipped", reason=str(error), unjudged=view.left_out, why=error.why, by=error.by)
+    reason, why, missing = str(error), error.why, ""
     if isinstance(error, NotDeclared):
-        why = KINDS["undeclared"]
         missing = error.field if error.field not in view.evidence.subject.declared else ""
-    elif isinstance(error, Differs):  # not "depends on": what was measured must not wait for a fix of other tensors
-        reason, why = f"{error}; {describe_left_out(view.left_out)}" if view.left_out else reason, "differs"
-    elif isinstance(error, PartlyJudged):
-        why = "partly checked"
-    if view.left_out and why != "differs":  # without these tensors, the reason alone may be false
+    if view.left_out and isinstance(error, Differs):  # what was measured must not wait for a fix of other tensors
+        reason = f"{error}; {describe_left_out(view.left_out)}"
+    elif view.left_out:  # without these tensors, the reason alone may be false
         rest = f"{error}; {REST_PASSED}" if isinstance(error, PartlyJudged) else f"otherwise {error}"
         reason, why = f"{describe_left_out(view.left_out)}; {rest}", _left_out_by(view, run)
     return Verdict(check, "skipped", reason=reason, unjudged=view.left_out, why=why, missing_field=missing)

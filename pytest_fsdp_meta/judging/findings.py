@@ -75,6 +75,8 @@ class Finding:
     """The cause to show where a world of one rank fails as well, or passes; empty where that makes no difference."""
     remedy_alone: str = ""
     """The remedy of ``cause_alone`` if it is another one."""
+    certain: bool = False
+    """Whether it is wrong whatever the reference lacks, as a missing gradient or an average that never moves is."""
 
     def explained_by(self, explanation: Explanation) -> Finding:
         """Return the finding with this explanation in place of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -93,14 +94,14 @@ def require_no_other_cause(view: View, message: str, first_forward: bool = False
             f"({view.reference.unstable[0]}); make it build the same model every time"
         )
     names = {t.name: None for rank in view.evidence.inventory for t in rank.tensors}
-    failed_by = {name: view.explained_by(name) for name in names | dict.fromkeys(view.reference_inventory.by_name)}
-    explained = [
-        name
-        for name, check_id in failed_by.items()
-        if check_id and (check_id in EXPLAINING_CHECKS or not first_forward) and not view.judgeable(name)
-    ]
-    if explained:
-        raise Blocked(message, view.left_out)
+    by: dict[str, None] = {}
+    for name in names | dict.fromkeys(view.reference_inventory.by_name):
+        check_id = view.explained_by(name)
+        if check_id and (check_id in EXPLAINING_CHECKS or not first_forward):
+            view.judgeable(name)  # records that it is left out
+            by[check_id] = None
+    if by:
+        raise Blocked(message, by)
     in_training = [check_id for check_id in view.failed if check_id not in EXPLAINING_CHECKS]
     if in_training and not first_forward:
         raise Blocked(message, in_training)
@@ -113,43 +114,51 @@ def unless_explained(
     what: str,
     compared: Iterable[Comparison],
     tolerance: Mapping[str, float],
+    fewer_forwards: bool = False,
 ) -> Sequence[Finding]:
     """Return what a parity check has ``found``, or what is certain of it; raise if something else explains it.
 
     If it found nothing, raise if that proves too little: there are no gradients, nobody knows whether the differences
     of what it ``compared`` are noise, or the model was compared in ``eval()``. ``what`` says what differs, such as "the
-    gradients differ".
+    gradients differ". ``fewer_forwards`` says that the reference runs fewer than the ranks.
     """
     if found:
         message = describe_difference(what, found)
-        require_same_forward(view, runs)
+        if not (_lacks(view, fewer_forwards) and any(finding.certain for finding in found)):
+            require_same_forward(view, runs)
         require_no_other_cause(view, message)
-        if view.reference.not_given and (certain := missing_gradients(found)):
-            return certain
-        require_given(view, message)
-    else:
-        require_gradients(view)
-        require_noise(view, tolerance, (comparison.relative for comparison in compared))
-        require_whole_comparison(view)
+        return given_or_certain(view, found, message, fewer_forwards)
+    require_gradients(view)
+    require_noise(view, tolerance, (comparison.relative for comparison in compared))
+    require_whole_comparison(view)
     return found
+
+
+def given_or_certain(
+    view: View, found: Sequence[Finding], message: str, fewer_forwards: bool = False
+) -> Sequence[Finding]:
+    """Return the findings, or those that are certain whatever the reference lacks; raise Differs if there are none."""
+    lacks = _lacks(view, fewer_forwards)
+    certain = [finding for finding in found if finding.certain] if lacks else found
+    if not certain:
+        raise Differs(f"{message}; {lacks}")
+    return certain
 
 
 def require_given(view: View, message: str) -> None:
     """Raise Differs if the ranks train with something that the reference could not be given."""
+    if lacks := _lacks(view):
+        raise Differs(f"{message}; {lacks}")
+
+
+def _lacks(view: View, fewer_forwards: bool = False) -> str:
+    """Return what the reference lacks of that on which the ranks' training depends, or ""."""
     if not_given := view.reference.not_given:
         name, reason = next(iter(not_given.items()))
-        raise Differs(f"{message}; {name}: {reason}, so the reference could not be given it")
-
-
-def require_same_forwards(view: View, message: str) -> None:
-    """Raise Differs if the loss depends on what each forward changes, where the reference runs fewer of them."""
-    if steered := view.reference.steered_by_forward:
-        raise Differs(f"{message}; every forward changes {steered[0]}, and the reference runs fewer forwards")
-
-
-def missing_gradients(found: Iterable[Finding]) -> list[Finding]:
-    """Return the findings of parameters without a gradient: no other state of the training explains them."""
-    return [finding for finding in found if finding.actual.startswith("no gradient")]
+        return f"{name}: {reason}, so the reference could not be given it"
+    if fewer_forwards and (steered := view.reference.steered_by_forward):
+        return f"every forward changes {steered[0]}, and the reference runs fewer forwards"
+    return ""
 
 
 def describe_difference(what: str, found: Sequence[Finding]) -> str:
@@ -161,13 +170,14 @@ def first_not_finite(runs: Iterable[RankTraining | RankResumed]) -> Sequence[flo
     return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
 
 
-def leave_not_finite(view: View, message: str) -> None:
-    """Raise Blocked if another check reports what makes losses infinite or NaN."""
+def leave_not_finite(view: View, message: str) -> NoReturn:
+    """Raise Blocked if another check reports what makes losses infinite or NaN, else Unjudgeable."""
     reference, runs = view.evidence.reference, view.evidence.training or ()
     compared = "loss_parity" in view.selection and reference is not None and reference.losses is not None
     wrong = compared and not all(math.isfinite(loss) for run in runs for loss in run.losses)
     if by := (*view.failed, *("loss_parity",) * wrong):
         raise Blocked(message, by)
+    raise Unjudgeable(message)
 
 
 def require_gradients(view: View) -> None:
@@ -181,18 +191,19 @@ def require_gradients(view: View) -> None:
         )
 
 
-def describe_given(view: View) -> str:
-    """Say what the reference was given, so that it is not compared."""
+def describe_own_changes(view: View) -> str:
+    """Say that what the steps change by themselves is not compared."""
     return (
-        f"train_step itself changes {first_of(view.reference.given)}, and the reference was given the values; to have "
-        "the changes compared as well, make them in a hook of the optimizer's step, which runs there, too"
+        f"train_step itself changes {first_of(view.reference.changed_by_steps)}, which the reference does not do, so "
+        "these changes are not compared; to have them compared, make them in a hook of the optimizer's step, which "
+        "runs there, too"
     )
 
 
 def require_whole_comparison(view: View) -> None:
     """Raise PartlyJudged if the model had to be compared in eval(), or with what no check of this run compares."""
-    if view.reference.given and "buffers_follow_training" not in view.selection:
-        raise PartlyJudged(describe_given(view))
+    if view.reference.changed_by_steps and "buffers_follow_training" not in view.selection:
+        raise PartlyJudged(describe_own_changes(view))
     if view.reference.evaluated:
         raise PartlyJudged(f"ranks and reference are compared in eval(), because {view.reference.evaluated}")
 

@@ -21,6 +21,7 @@ from pytest_fsdp_meta.judging.findings import Finding, Mismatch
 from pytest_fsdp_meta.text import names_in
 
 T = TypeVar("T")
+DEPENDS = "depends on a failed check"
 
 
 class Unjudgeable(Exception):
@@ -30,6 +31,9 @@ class Unjudgeable(Exception):
 class NotJudged(Exception):
     """Raised if there is nothing to judge: the check is skipped, with the message as the reason."""
 
+    why = "not applicable"
+    """The kind of the skip: ``Verdict.why``."""
+
 
 class NotDeclared(NotJudged):
     """Raised if there is nothing to judge until the author declares a field of Subject.
@@ -37,6 +41,8 @@ class NotDeclared(NotJudged):
     ``so`` is appended to the message and states what follows from the missing declaration. If the field is declared in
     a form that cannot be judged, ``instead`` is the message.
     """
+
+    why = "not declared"
 
     def __init__(self, field: str, so: str = "", instead: str = "") -> None:
         super().__init__(instead or f"{not_declared(field).summary}{so}")
@@ -46,12 +52,16 @@ class NotDeclared(NotJudged):
 class Differs(NotJudged):
     """Raised if a difference was measured, is beyond its limit, and is not judged for the reason in the message."""
 
+    why = "differs"
+
 
 class Blocked(NotJudged):
     """Raised if the difference that the message describes follows from findings of other checks, ``by`` their ids.
 
     The verdict names those that fail the run. If none does, nothing else reports the difference, and it differs.
     """
+
+    why = DEPENDS
 
     def __init__(self, message: str, by: Iterable[str]) -> None:
         super().__init__(message)
@@ -60,6 +70,8 @@ class Blocked(NotJudged):
 
 class PartlyJudged(NotJudged):
     """Raised if a part could not be judged, for the reason in the message; findings yielded before remain valid."""
+
+    why = "partly checked"
 
 
 class Noted(Exception):

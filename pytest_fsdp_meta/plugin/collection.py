@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.catalogue import Selection
-from pytest_fsdp_meta.evidence.records import MOST_RANKS, MOST_RUN
+from pytest_fsdp_meta.evidence.records import MOST_RUN, MOST_SIMULATED
 from pytest_fsdp_meta.loader.call import body
 from pytest_fsdp_meta.plugin import markers, preloading
 from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate
@@ -118,8 +118,8 @@ def _simulated_ranks(mesh: Mapping[str, int], ranks: tuple[int, ...], settings: 
     size = prod(mesh.values())
     if settings.engine != "local":
         raise ValueError(f"simulated ranks run on this machine only; remove --fsdp-engine={settings.engine}")
-    if size > MOST_RANKS:
-        raise ValueError(f"a simulated world has at most {MOST_RANKS} ranks, not {size}; torch lists all of them")
+    if size > MOST_SIMULATED:
+        raise ValueError(f"a simulated world has at most {MOST_SIMULATED} ranks, not {size}; torch lists all of them")
     if len({0, *ranks}) > MOST_RUN:
         raise ValueError(f"simulate_ranks: at most {MOST_RUN} ranks can run, with rank 0, not {len({0, *ranks})}")
     if beyond := [rank for rank in ranks if rank >= size]:

@@ -38,9 +38,7 @@ class PackedFunction:
     problem: str = ""
 
 
-def pack_function(
-    function: Callable[..., Any], model: Module, optimizer: Optimizer | None, one_rank: bool = False
-) -> PackedFunction:
+def pack_function(function: Any, model: Module, optimizer: Optimizer | None, one_rank: bool = False) -> PackedFunction:
     """Pickle the function; what it holds of the model and the optimizer is pickled by name.
 
     With ``one_rank``, it may hold meshes and groups, which have one rank in the world of the reference.
@@ -62,21 +60,6 @@ def unpack_function(packed: PackedFunction, model: Module, optimizer: Optimizer 
     if packed.problem:
         raise pickle.PicklingError(packed.problem)
     return _Unpickler(io.BytesIO(packed.code), _shared(model, optimizer)).load()
-
-
-def pack_for_one_rank(function: Any) -> PackedFunction:
-    """Pickle the function; in a world of one rank, the meshes and groups that it holds have one rank."""
-    file = io.BytesIO()
-    try:
-        _OneRankPickler(file, {}).dump(function)
-    except Exception as error:  # pickling runs the author's code
-        return PackedFunction(problem=f"data cannot be sent to a world of one rank: {first_line(error)}")
-    return PackedFunction(file.getvalue())
-
-
-def unpack_on_one_rank(packed: PackedFunction) -> Any:
-    """Return the function. Raises whatever the author's modules raise when they are imported."""
-    return _Unpickler(io.BytesIO(packed.code), {}).load()
 
 
 def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:

@@ -34,14 +34,14 @@ Held = Sequence[Mapping[Moment, RecordedPart]]
 class OwnChanges(NamedTuple):
     """The buffers that the author's steps change by themselves: fields of ``ReferenceFacts``."""
 
-    given: tuple[str, ...]
+    changed_by_steps: tuple[str, ...]
     not_given: Mapping[str, str]
     steering: bool
     """Whether the reference's loss depends on any of them, so that it trains again with their values."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"given": self.given, "not_given": self.not_given}
+        return {"changed_by_steps": self.changed_by_steps, "not_given": self.not_given}
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Giving:
         if names := self._retrained(reference):
             run_on(self.reference_world, on_ranks.reference.adopt_requires_grad, names)
             reference = replace(reference, retrained=tuple(names))
-        optimizer = self.seen.inventory[0].optimizer
-        if optimizer is None or not optimizer.stepped or optimizer.counted:
+        optimizers = [rank.optimizer for rank in self.seen.inventory if rank.optimizer is not None]
+        if not any(optimizer.stepped and not optimizer.counted for optimizer in optimizers):
             return reference
         return replace(reference, not_given={**reference.not_given, **self._give_state()})
 

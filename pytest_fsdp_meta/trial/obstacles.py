@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
 NOT_WANTED = Unavailable("no selected check needs it", kind="unselected")
+FOLDERS = ("reference", "verifier", "export_reference")
+"""Fields of Subject that may be a folder with a checkpoint."""
 DECLARE = "declare Subject(save=..., resume=...)"
 WITHOUT_LOADER = ("the reference", "the verifier", "the export_reference")
 """The labels of worlds that build another model than the loader's."""
@@ -72,7 +74,7 @@ def from_world_error(error: WorldError, known: Collection[str] = ()) -> Unavaila
 
 def failed_or_refused(reason: str, error: WorldError) -> Unavailable:
     """Return why something could not be observed: an error, unless all ranks refuse it with the same exception."""
-    return Unavailable(reason, error=not error.unanimous, detail=str(error))
+    return Unavailable(reason, error=not error.unanimous, detail=str(error), kind="refused")
 
 
 def unsupported(loaded: Sequence[Loaded]) -> dict[str, Unavailable]:
@@ -101,7 +103,7 @@ def declared_otherwise(loaded: Sequence[Loaded]) -> str:
             if rank.inventory.by_name.keys() >= set(names):
                 text = rank.declared.get((field, names), "not declared" if rank.declared else "a bare model")
                 ranks.setdefault(text, []).append(rank.inventory.rank)
-        if len(ranks) > 1 and not _equal_checkpoints(ranks):
+        if len(ranks) > 1 and not (field in FOLDERS and _equal_checkpoints(ranks)):
             of = f" for {' and '.join(names)}" if names else ""
             found = ", ".join(f"{text} on {name_ranks(own)}" for text, own in ranks.items())
             return f"Subject({field}=...) differs between ranks{of}: {found}; declare the same on every rank"

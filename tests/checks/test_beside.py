@@ -79,6 +79,8 @@ def test_what_the_reference_has_under_no_name_is_said():
 def test_an_average_where_the_reference_lacks_what_the_ranks_have():
     off = remeasured(with_reference(HEALTHY, not_given={COUNTER: "differs"}), EMA, 1.0, 2.0, observed="beside")
     assert verdict(PARITY, off).why == "differs"
+    still = remeasured(with_reference(HEALTHY, not_given={COUNTER: "differs"}), EMA, 0.0, observed="beside")
+    assert [one[0] for one in shown(PARITY, still)] == [EMA]
 
 
 def test_a_counter_is_compared_exactly():

@@ -152,8 +152,8 @@ def test_steps_of_several_forwards_change_statistics_by_design():
     found = verdict(ID, on_buffers(evidence, forwards=6))
     assert (found.why, found.reason) == (
         "differs",
-        "counter changes 2 times as much as the reference's: train_step runs 6 forwards of the model in 3 steps on "
-        "rank 0, and the reference 3; statistics depend on that",
+        "buffers differ (counter: 2 times the reference's change after the first step); train_step runs 6 forwards of "
+        "the model in 3 steps on rank 0, and the reference 3; statistics depend on that",
     )
     assert verdict(ID, on_buffers(evidence, forwards=3)).status == "failed"
 
@@ -171,9 +171,9 @@ def test_wrong_buffers_explain_later_differences_and_a_wrong_gradient_those_of_b
 
 
 def test_what_a_step_changes_by_itself_is_given_to_the_reference():
-    found = verdict(ID, with_reference(counted(healthy(), 3.0), given=(COUNTER,)))
+    found = verdict(ID, with_reference(counted(healthy(), 3.0), changed_by_steps=(COUNTER,)))
     assert (found.status, found.why) == ("skipped", "partly checked")
-    assert found.reason.startswith(f"train_step itself changes {COUNTER}, and the reference was given the values")
+    assert found.reason.startswith(f"train_step itself changes {COUNTER}, which the reference does not do")
 
 
 REASON = "differs between the ranks in train_step"

@@ -681,6 +681,9 @@ def test_a_training_that_changes_nothing_between_two_saves():
         "the losses between the two saves are not finite (nan, nan), which the findings of no_uninitialized_memory "
         "explain; fix those first"
     )
+    assert (
+        verdict(AGAIN, undeclared(replace(evidence, continued=runs), "reference", "values", why="no")).status == "error"
+    )
 
 
 def test_parameters_that_are_frozen_or_untied_by_resuming():

@@ -532,6 +532,16 @@ def test_a_forward_that_changes_a_buffer_is_not_compared():
     assert (found.status, found.why) == ("skipped", "differs")
     assert found.reason.endswith("; every forward changes counter, and the reference runs fewer forwards")
     assert verdict(ACCUMULATION, accumulated(evidence, early=(MIDDLE,))).status == "failed"
+    lost = accumulated(evidence, without_gradient=(MIDDLE,))
+    assert [f.actual for f in verdict(ACCUMULATION, lost).findings] == ["no gradient after the last micro-batch"]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(None, ("skipped", "partly checked")), ([1], ("error", ""))])
+def test_a_step_that_refuses_half_of_the_rows(ranks, expected):
+    refused = Accumulation(refused="ValueError: expected 8 rows")
+    found = verdict(ACCUMULATION, on_runs(short_step(healthy().training[0].gradients), ranks, short=refused))
+    assert (found.status, found.why) == expected
+    assert found.reason == "train_step refuses half of the rows of a batch: ValueError: expected 8 rows"
 
 
 def test_a_batch_that_cannot_be_split():

@@ -28,6 +28,7 @@ from tests.checks.evidence_factory import (
     remeasured,
     second_step,
     verdict,
+    with_reference,
 )
 
 SECOND, PARITY, CLIP, NORM, UPDATE, LOSS = (
@@ -65,6 +66,11 @@ def test_a_gradient_that_nothing_zeroes():
     (found,) = verdict(SECOND, second_step(healthy(), 2.0, ranks=[1], left_over=(MIDDLE,))).findings
     assert (found.ranks, found.actual) == ((1,), "gradient of the second step still contains that of the first")
     assert found.cause.startswith("nothing zeroes this gradient after the step")
+
+
+def test_what_is_left_of_the_first_gradient_is_certain():
+    lacking = with_reference(second_step(healthy(), 2.0, left_over=(MIDDLE,)), not_given={"scale": "differs"})
+    assert [f.tensor for f in verdict(SECOND, lacking).findings] == [MIDDLE]
 
 
 def test_a_reduction_that_is_lost_after_the_first_step():

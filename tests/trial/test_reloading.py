@@ -467,7 +467,7 @@ def test_a_loader_for_one_world_size_only():
 
     found = judged(loader)
     assert {id for id, one in found.items() if one.status == "passed"} == set(ALL) - {RESHARDS}
-    assert found[RESHARDS].status == "skipped"
+    assert (found[RESHARDS].status, found[RESHARDS].why) == ("skipped", "partly checked")
     assert found[RESHARDS].reason.startswith("the loader fails in a world of 1 (dp_shard=1): ")
     assert "made for two" in found[RESHARDS].reason
 

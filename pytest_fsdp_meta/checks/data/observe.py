@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
@@ -29,7 +30,7 @@ from pytest_fsdp_meta.ranks.batches import batch_slice, calling, calling_field
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.poison import NOTICES
-from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_for_one_rank, unpack_on_one_rank
+from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, current, doing, forward_warnings
 
@@ -53,7 +54,10 @@ def pack_data() -> PackedFunction | None:
     data = loaded_subject(rank).data
     if not _is_function(data):
         return PackedFunction(problem="data is a loader that exists on the ranks only, and not a function")
-    return pack_for_one_rank(data)
+    packed = pack_function(data, Module(), None, one_rank=True)
+    if packed.problem:
+        return PackedFunction(problem=f"data cannot be sent to a world of one rank: {packed.problem}")
+    return packed
 
 
 def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
@@ -116,7 +120,7 @@ def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
     most = MOST_BATCHES * ranks
     try:
         with forward_warnings(NOTICES):
-            loader = _open(unpack_on_one_rank(packed))
+            loader = _open(unpack_function(packed, Module(), None))
             batches = tuple(_read(loader, most))
     except Exception as error:  # the author's code, in a world that it was perhaps not written for
         cause = error.__cause__ or error

@@ -24,7 +24,7 @@ FORWARD, BETWEEN, UPDATE, END = "forward", "between", "update", "end"
 with its hooks, and at the end."""
 AFTER = -1
 """The step that follows the training, with fewer rows."""
-GIVEN_BUFFERS, GIVEN_STATE = "given buffers", "given state"
+OWN_CHANGES, GIVEN_BUFFERS, GIVEN_STATE = "own changes", "given buffers", "given state"
 """What ranks record for the reference."""
 
 
@@ -193,8 +193,7 @@ class TrainedBuffers:
     broadcast: tuple[str, ...] = ()
     """The buffers that DDP overwrites with those of one rank before each forward."""
     by_step: tuple[str, ...] = ()
-    """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer. The
-    reference is given their values."""
+    """The buffers that the author's step changed itself: not in a forward, a backward or a step of the optimizer."""
     by_evaluation: tuple[str, ...] = ()
     """The buffers that a forward in ``eval()`` and without gradients changed, within the author's step."""
     written_parameters: tuple[str, ...] = ()

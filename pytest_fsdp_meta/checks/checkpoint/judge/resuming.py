@@ -17,7 +17,6 @@ from pytest_fsdp_meta.judging.view import (
     Noted,
     NotJudged,
     PartlyJudged,
-    Unjudgeable,
     View,
     ranks_by,
 )
@@ -322,7 +321,6 @@ def resume_parity(view: View) -> Iterable[Finding]:
             # Losses that are not finite stay so, whether or not anything was loaded.
             message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
             leave_not_finite(view, message)
-            raise Unjudgeable(message)
         return
     step = min(different)
     rank = different[step][0]
@@ -439,7 +437,6 @@ def _require_no_other_cause(view: View, what: str, message: str) -> None:
     if first_not_finite(before):
         message = f"the losses of the uninterrupted run are not finite ({message})"
         leave_not_finite(view, message)
-        raise Unjudgeable(message)
     pairs = list(zip(before, after, strict=True))
     if "dcp_round_trip" in view.selection and any(_differ(*pair) for pair in pairs):
         raise Blocked(f"the {what} differ ({message}), and so does the loaded model", ["dcp_round_trip"])

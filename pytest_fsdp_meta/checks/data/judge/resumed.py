@@ -60,8 +60,8 @@ def batches_resume(view: View) -> Iterator[Finding]:
         raise NotJudged("all rows of data are equal, so no position in it can be distinguished")
     if all(rank.ended for rank in epoch.ranks):
         strange = sum(row not in known for run in runs.values() for row in run.resumed)
-        if 2 * strange > sum(len(run.resumed) for run in runs.values()):
-            total = sum(len(run.resumed) for run in runs.values())
+        total = sum(len(run.resumed) for run in runs.values())
+        if 2 * strange > total:
             raise Differs(
                 f"{strange} of {total} rows after resuming are in no rank's epoch: they are other rows, or drawn or "
                 "augmented at random, which can be switched off in the test"

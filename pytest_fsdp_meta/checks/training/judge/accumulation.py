@@ -14,13 +14,12 @@ from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
     describe_difference,
-    require_same_forwards,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, View
+from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View
 
 
 @training_check(
@@ -52,20 +51,19 @@ def grad_accumulation_parity(view: View) -> Iterable[Finding]:
                 name, ranks, "gradient reduced in the first micro-batch", "reduced only in the last", **_NOT_OFF
             )
     found = list(_wrong_gradients(view, runs, recorded, "accumulated", _AT_THE_END, _STAYS_OFF, _OVERWRITTEN))
-    if found:
-        require_same_forwards(view, describe_difference("accumulated gradients differ", found))
     if any(early.values()) and not found:
         return
     yield from _unexplained(view, runs, found, "accumulated gradients differ", recorded)
 
 
 def _recorded(taken: Sequence[Accumulation | None], refusing: str, so: str = "") -> list[Accumulation]:
-    """Return what was taken on all ranks, or raise NotJudged; ``so`` says what follows from too few rows."""
+    """Return what was taken on all ranks, or raise; ``so`` says what follows from too few rows."""
     recorded = [one for one in taken if one is not None]
     if not recorded or len(recorded) < len(taken):
         raise NotJudged("nothing is trainable, so there are no gradients to accumulate")
-    if refused := next((one.refused for one in recorded if one.refused), ""):
-        raise PartlyJudged(f"{refusing}: {refused}")
+    if refused := {one.refused for one in recorded} - {""}:
+        alike = all(one.refused in refused for one in recorded)
+        raise (PartlyJudged if alike else Unjudgeable)(f"{refusing}: {min(refused)}")
     if problem := next((one.problem for one in recorded if one.problem), ""):
         raise NotJudged(f"batch(0): {problem}{so}; give it more rows")
     return recorded
@@ -76,7 +74,7 @@ def _unexplained(
 ) -> Iterator[Finding]:
     """Yield what was ``found`` after the steps, unless something else explains it."""
     compared = (c for one in recorded for c in one.gradients)
-    yield from unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE)
+    yield from unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE, fewer_forwards=True)
 
 
 def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -86,11 +84,10 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     refusing = "train_step refuses half of the rows of a batch"
     recorded = _recorded([run.short for run in runs], refusing, ", so no step can be half as long")
     found = list(_wrong_gradients(view, runs, recorded, "short", _SHORT, _NEVER_LAST, _FULL_SIZE))
-    if found:
-        require_same_forwards(view, describe_difference("accumulated gradients differ", found))
+    what = "gradients of a step with half of the rows differ"
     if found and view.failed:
-        raise Blocked("a step with half of the rows differs", view.failed)
-    yield from _unexplained(view, runs, found, "gradients of a step with half of the rows differ", recorded)
+        raise Blocked(describe_difference(what, found), view.failed)
+    yield from _unexplained(view, runs, found, what, recorded)
 
 
 def _comparisons(
@@ -136,7 +133,7 @@ def _lost(
     for name in names:
         lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
         if ranks := tuple(rank for rank in lost if name not in runs[rank].without_gradient):
-            yield Finding(name, ranks, f"no gradient {when}", _MEAN, **explanation)
+            yield Finding(name, ranks, f"no gradient {when}", _MEAN, **explanation, certain=True)
 
 
 def _wrong_sums(

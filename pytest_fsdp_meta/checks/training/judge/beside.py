@@ -13,7 +13,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
-    require_given,
+    given_or_certain,
     require_no_other_cause,
 )
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
@@ -63,8 +63,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if found:
         message = f"what is kept beside the model differs ({found[0].tensor}: {found[0].actual})"
         require_no_other_cause(view, message)
-        require_given(view, message)
-        yield from found
+        yield from given_or_certain(view, found, message)
     yield from _rounded_away(runs)
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
     if not moved:
@@ -88,7 +87,7 @@ def _judge_entry(view: View, limits: Limits, name: str, pairs: Sequence[tuple[in
     still = tuple(rank for rank, c in pairs if c.measure is not None and c.measure.truth and not c.measure.actual)
     if still and any(limits.exceeded(rank, c) for rank, c in pairs):
         explanation = _NEVER_UPDATED if len(still) == len(pairs) else _UPDATED_ON_SOME
-        yield Finding(name, still, STILL, "updated after each step", **explanation)
+        yield Finding(name, still, STILL, "updated after each step", **explanation, certain=True)
         return
     if len(pairs) < len(view.evidence.training or ()):
         kept = dict(pairs)

@@ -15,7 +15,8 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
-    describe_given,
+    describe_difference,
+    describe_own_changes,
     explain_hooks_left_out,
     require_given,
     require_no_other_cause,
@@ -140,7 +141,7 @@ _OTHER_ROWS = either(
 def buffers_follow_training(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     changed = _changed_buffers(view)
-    own = view.reference.given
+    own = view.reference.changed_by_steps
     if not changed and not own:
         raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
     names = view.names("buffer", only=changed.difference(own))
@@ -152,19 +153,20 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
         )
         _leave_to_updates(view, runs, wrong)
     if wrong:
-        first = next(iter(wrong))
-        if "train_step" in view.evidence.subject.declared:
-            _require_one_forward(runs, first, wrong[first])
+        found = list(_findings(view, runs, wrong, when))
+        message = describe_difference("buffers differ", found)
         require_same_forward(view, runs)
-        require_no_other_cause(view, f"buffers differ ({first}: {when})")
-        require_given(view, f"buffers differ ({first}: {when})")
-        yield from _findings(view, runs, wrong, when)
+        require_no_other_cause(view, message)
+        if "train_step" in view.evidence.subject.declared:
+            _require_one_forward(runs, message)
+        require_given(view, message)
+        yield from found
     else:
         # Integers are equal here, and have no rounding that the noise would have to explain.
         compared = (c for run in runs for c in run.buffers.last if c.name in names)
         require_noise(view, UPDATE_TOLERANCE, (c.relative for c in compared if c.measure and c.measure.grain))
     if own:
-        raise PartlyJudged(describe_given(view))
+        raise PartlyJudged(describe_own_changes(view))
 
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:
@@ -178,15 +180,13 @@ def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[s
         )
 
 
-def _require_one_forward(runs: Sequence[RankTraining], name: str, cases: Cases) -> None:
+def _require_one_forward(runs: Sequence[RankTraining], message: str) -> None:
     """Raise Differs if the author's steps run another number of forwards than the reference's."""
-    factor = multiple(cases[0][1].measure, SAME_FACTOR) if cases[0][1].measure is not None else ""
-    change = f"changes {factor} times as much as" if factor else "changes otherwise than"
     for rank, run in enumerate(runs):
         forwards, steps = run.buffers.forwards, len(run.losses)
         if forwards != steps:
             raise Differs(
-                f"{name} {change} the reference's: train_step runs {counted(forwards, 'forward')} of the model in "
+                f"{message}; train_step runs {counted(forwards, 'forward')} of the model in "
                 f"{counted(steps, 'step')} on rank {rank}, and the reference {steps}; statistics depend on that"
             )
 

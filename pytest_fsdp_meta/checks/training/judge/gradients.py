@@ -211,7 +211,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
             explanation = _REDUCTION_OFF if none else _MISSING
-            yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation)
+            yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
             yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, scaled_alike)

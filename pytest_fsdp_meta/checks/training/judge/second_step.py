@@ -15,11 +15,9 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
-    describe_difference,
     explain_uneven_backwards,
     require_no_other_cause,
     require_same_forward,
-    require_same_forwards,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
@@ -63,9 +61,9 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
         raise Blocked(message, ["update_parity"])
     found: Sequence[Finding] = list(_wrong_gradients(view, runs, seconds))
     compared = (c for one in seconds for c in one.gradients)
-    found = unless_explained(view, runs, found, "the gradients of the second step differ", compared, GRADIENT_TOLERANCE)
-    if found and any(max(run.backwards, default=0) > 1 for run in runs):
-        require_same_forwards(view, describe_difference("the gradients of the second step differ", found))
+    what = "the gradients of the second step differ"
+    accumulates = any(max(run.backwards, default=0) > 1 for run in runs)
+    found = unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE, fewer_forwards=accumulates)
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
 
@@ -128,9 +126,8 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining], seconds: Sequence
             if name in second.without_gradient and name not in runs[rank].without_gradient
         )
         if missing and name in due:
-            yield Finding(
-                name, missing, "no gradient in the second step, although it had one in the first", "", **_LOST
-            )
+            actual = "no gradient in the second step, although it had one in the first"
+            yield Finding(name, missing, actual, "", **_LOST, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
             yield from _describe_wrong(view, runs, name, wrong, limits)
@@ -143,7 +140,8 @@ def _describe_wrong(
     others = [case for case in wrong if case not in left_over]
     if left_over:
         actual = "gradient of the second step still contains that of the first"
-        yield Finding(name, tuple(rank for rank, _ in left_over), actual, limits.describe(left_over), **_NOT_ZEROED)
+        ranks = tuple(rank for rank, _ in left_over)
+        yield Finding(name, ranks, actual, limits.describe(left_over), **_NOT_ZEROED, certain=True)
     if others:
         actual = "gradient of the second step differs from the reference's, that of the first does not"
         detail = describe_error(limits, others)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer_state
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
-from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, GIVEN_BUFFERS
+from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, OWN_CHANGES
 from pytest_fsdp_meta.checks.training.observe.accumulation import (
     accumulate,
     finish_gradients,
@@ -123,7 +123,7 @@ class FirstBatchAgain:
             with watching:
                 train(subject, rank.device, range(1), rows, optimizer, seen, beside)
             # What the step changes first, such as a schedule, has other values than in the last step.
-            rank.state[GIVEN_BUFFERS][AFTER, FORWARD] = seen.buffers.moments.get((AFTER, FORWARD), {})
+            rank.state[OWN_CHANGES][AFTER, FORWARD] = seen.buffers.moments.get((AFTER, FORWARD), {})
             return seen
 
         try:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.training.facts import GIVEN_BUFFERS, GIVEN_STATE, Moment, RecordedPart
+from pytest_fsdp_meta.checks.training.facts import GIVEN_BUFFERS, GIVEN_STATE, OWN_CHANGES, Moment, RecordedPart
 from pytest_fsdp_meta.evidence import PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
@@ -33,7 +33,7 @@ def record_buffers(folder: str) -> dict[Moment, RecordedPart]:
     rank = current()
     model = loaded_subject(rank).model
     parts, tensors = parts_of(model), {name: tensor for name, _, tensor in named_tensors(model)}
-    changed: Mapping[tuple[int, str], Mapping[str, Tensor]] = rank.state.get(GIVEN_BUFFERS, {})
+    changed: Mapping[tuple[int, str], Mapping[str, Tensor]] = rank.state.get(OWN_CHANGES, {})
     found: dict[Moment, Part] = {}
     for when, values in changed.items():
         for name, value in values.items():
@@ -59,10 +59,10 @@ def record_optimizer_state(folder: str) -> tuple[dict[Moment, RecordedPart], tup
         part = parts.of(name, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.tensor(value) if isinstance(value, (int, float)) else value
-            moment, tensor = Moment(0, str(key), name), isinstance(value, Tensor) and is_array(value)
-            if tensor and not value.ndim:
+            moment, usable = Moment(0, str(key), name), isinstance(value, Tensor) and is_array(value)
+            if usable and not value.ndim:
                 found[moment] = own_part(value)
-            elif tensor and local_part(value).shape == local_part(part.local).shape:
+            elif usable and local_part(value).shape == local_part(part.local).shape:
                 found |= {moment: replace(part, local=local_part(value))} if local_part(value).numel() else {}
             elif value is not None:
                 unknown.append(name)
@@ -111,7 +111,7 @@ def give_state(model: Module, optimizer: Optimizer) -> None:
         held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
         for (_, key), values in given.items():
             for name, value in values.items():
-                if id(tensors[name]) in held:
+                if name in tensors and id(tensors[name]) in held:
                     # A copy, because trainings change it; counts of steps are on the CPU.
                     own = value.to(tensors[name].device if value.ndim else "cpu", copy=True)
                     part.state[tensors[name]][key] = own

@@ -157,7 +157,8 @@ def depends_on(recipe: Mapping[str, bytes], names: Collection[str], folder: str)
     expected, found = loss({}), []
     for name, tensor in ((name, tensor) for name, _, tensor in named_tensors(subject.model) if name in names):
         # NaN shows also where a choice of experts hides a small change.
-        other = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor + 1
+        other = ~tensor if tensor.dtype == torch.bool else tensor + 1
+        other = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else other
         found += [] if loss({name: other}) == expected else [name]
     return tuple(found)
 

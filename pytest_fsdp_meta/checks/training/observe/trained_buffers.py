@@ -46,8 +46,8 @@ class BufferWatch:
         self._model = model
         self._whole = unwrapped(model)  # a trainer may call its wrapper or, as model.module, the model itself
         self._step = 0
-        self._begun: set[str] = set()
-        """The events that have begun in this step."""
+        self._begun = False
+        """Whether a forward, a backward or a step of the optimizer has begun in this step."""
         self._running = 0
         """How many forwards, backwards and steps of the optimizer are running, one within another."""
         self._kept: dict[str, Tensor] = {}
@@ -63,8 +63,7 @@ class BufferWatch:
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
         """Look at one step of the author's, whose backwards and optimizer call ``begin`` and ``end``."""
-        self._step, self._running = step, 0
-        self._begun.clear()
+        self._step, self._running, self._begun = step, 0, False
         named = named_tensors(self._model)  # FSDP2 may give the modules others while they are gathered
         self._parameters = [(name, tensor) for name, kind, tensor in named if kind == "parameter"]
         self._keep()
@@ -84,7 +83,7 @@ class BufferWatch:
         if self._running == 1:
             # The reference runs one forward and one backward for all micro-batches.
             moment = event if event in (UPDATE, END) or not self._begun else BETWEEN
-            self._begun.add(event)
+            self._begun = True
             if changed := self._changed():
                 self.moments.setdefault((self._step, moment), {}).update(changed)
             pairs = zip(self._parameters, self._count_writes(), self._writes, strict=True)

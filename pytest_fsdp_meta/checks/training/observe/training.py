@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, GIVEN_BUFFERS, LAST_BUFFERS
+from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS, OWN_CHANGES
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
@@ -106,7 +106,7 @@ def observe_training(
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
-    rank.state[GIVEN_BUFFERS] = seen.buffers.moments
+    rank.state[OWN_CHANGES] = dict(seen.buffers.moments)
     again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
     again.observe()
     assert again.memory is not None
