@@ -45,7 +45,8 @@ BY_TYPE = {"DeviceMesh": "fsdp.mesh", "device": "fsdp.device"}
 NO_TYPES = {"", "Any", "None", "NoneType", "Optional", "Union"}
 """Words of an annotation that rule nothing out."""
 REQUIRED = {
-    "reference": "a function that builds it with the weights that {loader} loads, or a folder with *.safetensors",
+    "reference": "a function that builds the model with the weights that {loader} loads, or a folder with "
+    "*.safetensors",
     "batch": "a function of the step; or delete batch and loss, and the training is not checked",
     "loss": "a function of model and batch; or delete this, if the model returns its loss",
 }
