@@ -59,9 +59,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         print(describe_checks(read_catalogue(config)))
         return 0
     if config.getoption("--fsdp-init") is not None:
-        from pytest_fsdp_meta.plugin.init import command  # most runs do without it
+        from pytest_fsdp_meta.plugin import init  # most runs do without it
 
-        return command.run(config)
+        return init.run(config)
     return None
 
 

@@ -254,8 +254,8 @@ def add_options(parser: pytest.Parser) -> None:
         "--fsdp-init",
         metavar="MODULE:FUNCTION",
         default=None,
-        help="write a test file for this loader, from what it does when it is called, print what is left to fill in, "
-        "and exit; no file is overwritten",
+        help="write a test file for this loader, from its signature, print what is left to fill in, and exit; "
+        "no file is overwritten",
     )
     group.addoption("--fsdp-list-checks", action="store_true", default=False, help="list all checks and exit")
 

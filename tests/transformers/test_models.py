@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ from pytest_fsdp_meta.transformers import (
     tiny_config,
     token_batch,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +180,12 @@ def test_the_reference_has_the_class_of_the_model(llama: Path) -> None:
     other = subject(nn.Linear(2, 2), llama)
     assert callable(other.reference)
     assert type(other.reference()) is LlamaForCausalLM
+
+
+def test_the_docs_have_the_sizes() -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text("utf-8").partition("### The sizes of a tiny checkpoint")[2]
+    table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|$", page, re.MULTILINE))
+    config = tiny_config("llama").to_dict()
+    assert len(table) == 8
+    assert {name: str(config[name]) for name in table} == table
+    assert config["rope_parameters"]["rope_theta"] == 10000

@@ -83,7 +83,7 @@ def load_simulated(call: Call) -> Loaded:
     if reason := lacking().get("simulation"):
         raise Misuse(f"worlds cannot be simulated: {reason}")
     torch.manual_seed(SEED)
-    limit_memory()
+    _limit_memory()
     with ExitStack() as stack:
         stack.enter_context(without_values("the loader", ON_META))
         stack.enter_context(refusing_objects(_refuse_objects))
@@ -103,7 +103,7 @@ def observe_reference(
 ) -> ReferenceFacts:
     """Build the reference, without values if it can be, and return its names, shapes, dtypes and ties."""
     doing("building the reference")
-    limit_memory()
+    _limit_memory()
     build = pickle.loads(recipe["reference"])
     try:
         with torch.device("meta"):
@@ -127,7 +127,7 @@ def checkpointed_modules(model: Module) -> Iterator[str]:
             yield clean_name(name) or "the model"
 
 
-def limit_memory() -> None:
+def _limit_memory() -> None:
     """Let this process take ``MEMORY`` more, so that a model that is built with values ends it and not the machine.
 
     Files that are mapped do not count.

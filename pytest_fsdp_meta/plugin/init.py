@@ -1,0 +1,325 @@
+"""``pytest --fsdp-init=MODULE:FUNCTION``: write a test file for a loader, from its signature alone.
+
+The loader is imported but never called: what its signature does not say is a ``todo()`` in the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.plugin.collection import require_plain_function
+from pytest_fsdp_meta.plugin.named_loader import find_function
+from pytest_fsdp_meta.plugin.option_values import parse_loader
+from pytest_fsdp_meta.text import LINES, counted, printable
+
+OPTION = "--fsdp-init"
+FOLDERS = ("tests", "test")
+"""Where the file goes if the ini file names no ``testpaths``: the first that exists, else the current folder."""
+CI = "a CI job for pull requests: docs/nightly.md#for-each-pull-request-on-a-cpu"
+WIDTH = 88
+"""Columns of a line, as ruff and black format by default."""
+
+BY_NAME = {
+    "fsdp": ("fsdp", "Rank"),
+    "mesh": ("fsdp.mesh", "DeviceMesh"),
+    "device_mesh": ("fsdp.mesh", "DeviceMesh"),
+    "device": ("fsdp.device", "device"),
+    "rank": ("fsdp.rank", "int"),
+    "local_rank": ("fsdp.local_rank", "int"),
+    "world_size": ("fsdp.world_size", "int"),
+}
+"""What the test passes for a parameter of this name, if its annotation allows this type."""
+BY_TYPE = {"DeviceMesh": "fsdp.mesh", "device": "fsdp.device"}
+"""What the test passes for a parameter that alone has this annotation, and no default."""
+NO_TYPES = {"", "Any", "None", "NoneType", "Optional", "Union"}
+"""Words of an annotation that rule nothing out."""
+REQUIRED = {
+    "reference": "a function that builds the model with the weights that {loader} loads, or a folder with "
+    "*.safetensors",
+    "batch": "a function of the step; or delete batch and loss, and the training is not checked",
+    "loss": "a function of model and batch; or delete this, if the model returns its loss",
+}
+"""Fields of Subject that a first test needs, and what to write for them."""
+OPTIONAL = ("optimizer", "train_step", "save", "resume")
+"""Fields that are worth knowing for a first test. None of them makes a check pass."""
+TAKEN = {
+    *("ast", "Path", "pytest", "todo", "fsdp", "Subject", "fsdp_conformance"),
+    *("checkpoint", "subject", "tiny_checkpoint", "DistributedConfig", "model"),
+}
+"""Names that the file uses itself; a loader with such a name is imported under another one."""
+
+TODO = '''
+def todo(what):
+    """Fail with all that is left to do, before the loader is called."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    todos = [call for call in calls if ast.unparse(call.func) == "todo"]
+    todos.sort(key=lambda call: call.lineno)
+    lines = [f"TODO in line {one.lineno}: {one.args[0].value}" for one in todos]
+    pytest.fail("\\n".join(lines), pytrace=False)
+'''
+TEST = """
+{group}
+@fsdp_conformance
+def {test}(fsdp):  # runs on every rank
+    return Subject(
+{fields}
+    )
+"""
+PRETRAINED = '''
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Return a tiny checkpoint of this type: a model_type as in config.json."""
+    return tiny_checkpoint(
+{arguments}
+    )
+
+
+@fsdp_conformance
+def {test}(fsdp, checkpoint):  # runs on every rank
+    model = {loader}(
+        checkpoint,
+        distributed_config=DistributedConfig(fsdp_size=fsdp.world_size),
+    )
+    return subject(model, checkpoint)
+'''
+PRETRAINED_IMPORTS = [
+    "from pytest_fsdp_meta import fsdp_conformance",
+    "from pytest_fsdp_meta.transformers import subject, tiny_checkpoint",
+    "from transformers.distributed import DistributedConfig",
+]
+
+
+def run(config: pytest.Config) -> int | None:
+    """Write the test file and return the exit status where ``--fsdp-init`` asks for it, else None.
+
+    Raises UsageError with one line where it cannot be written.
+    """
+    name = config.getoption(OPTION)
+    if name is None:
+        return None
+    try:
+        lines = _write(config, parse_loader(name))
+    except ValueError as error:
+        expected = "expected MODULE:FUNCTION, such as mypkg.loading:load"
+        message = f"{OPTION}={name}: {str(error) or f'invalid value ({expected})'}"
+        raise pytest.UsageError(printable(message)) from None
+    except KeyboardInterrupt:
+        print(f"{OPTION}: interrupted; no file was written", file=sys.stderr)
+        return pytest.ExitCode.INTERRUPTED
+    print(printable("\n".join(lines), LINES))
+    return 0
+
+
+def _write(config: pytest.Config, name: str) -> list[str]:
+    """Write the file; return the lines to print. Raises ValueError."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        raise ValueError(f"it runs no tests; remove {' '.join(map(repr, config.args))}")
+    if config.getoption("numprocesses", None) or config.getoption("tx", None):
+        raise ValueError("it runs no tests, so it needs no workers; add -n 0")
+    here = config.invocation_params.dir
+    if os.fspath(here) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.fspath(here))
+    function = find_function(name)[1]
+    parameters = _require_loader(function, name)
+    last = re.sub(r"[^0-9a-zA-Z_]", "_", re.split(r"[:.]", name)[-1]).strip("_")
+    path = _folder(config, here) / f"test_{last or 'loader'}.py"
+    shown = (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+    if path.exists():
+        raise ValueError(f"{shown} exists and is not overwritten; run or rename that file")
+    text = _test_file(name, function, parameters, path.stem, here)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"{shown} cannot be written ({error.strerror}); set testpaths to another folder") from None
+    return _describe(text, shown)
+
+
+def _require_loader(function: Any, name: str) -> list[inspect.Parameter]:
+    """Return the parameters. Raises ValueError for what cannot be called as a loader, with what to name instead."""
+    owner, _, last = name.partition(":")[2].rpartition(".")
+    if inspect.isclass(function):
+        methods = [one for one, value in vars(function).items() if isinstance(value, (classmethod, staticmethod))]
+        also = next((f", or name {name}.{one}" for one in methods if not one.startswith("_")), "")
+        raise ValueError(f"it is a class; write a function that makes the {last} and loads the model{also}")
+    if getattr(function, "__name__", "") == "<lambda>":
+        raise ValueError(f"it is a lambda; write it as a function: def {last}(...)")
+    require_plain_function(function, "a loader")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise ValueError("it has no signature, as it is written in C; name a Python function that calls it") from None
+    if owner and inspect.isfunction(function) and [one.name for one in parameters[:1]] == ["self"]:
+        raise ValueError(f"it is a method of an instance; write a function that makes the {owner} and calls {last}")
+    return parameters
+
+
+def _folder(config: pytest.Config, here: Path) -> Path:
+    named = [config.rootpath / name for name in config.getini("testpaths")]
+    return next((path for path in (*named, *(here / name for name in FOLDERS)) if path.is_dir()), here)
+
+
+def _describe(text: str, shown: str) -> list[str]:
+    """Return the lines that say what is left to do, with lines of the file."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    todos = [(call.lineno, ast.literal_eval(call.args[0])) for call in calls if ast.unparse(call.func) == "todo"]
+    lines = [f"  line {number}: {what}" for number, what in sorted(todos)]
+    if not lines:
+        return [f"wrote {shown}; nothing is left to fill in", f"run it: python -m pytest {shown}", CI]
+    first = f"wrote {shown}; fill in {counted(len(lines), 'TODO')}, as the test fails until then:"
+    return [first, *lines, f"then run it: python -m pytest {shown}", CI]
+
+
+def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], test: str, here: Path) -> str:
+    """Return the text of the file."""
+    module, _, attribute = name.partition(":")
+    first, dot, rest = attribute.partition(".")
+    collected = first.lower().startswith("test")  # pytest would take it for a test
+    alias = f"loader_{first}" if collected or first in TAKEN else first
+    loader, imported = f"{alias}{dot}{rest}", first if alias == first else f"{first} as {alias}"
+    imports = [f"from {module} import {imported}", "import pytest"]
+    if len(imports[0]) > WIDTH:
+        imports[0] = f"from {module} import (\n    {imported},\n)"
+    arguments = _tiny_checkpoint(function) if rest == "from_pretrained" else []
+    if arguments:
+        body = PRETRAINED.format(arguments="\n".join(arguments), test=test, loader=loader)
+        imports += PRETRAINED_IMPORTS
+    else:
+        group = f'Write @fsdp_conformance(process_group="loader") if {attribute} calls init_process_group itself; '
+        group = "\n".join(_comment(f"{group}fsdp.mesh does not exist then.", 0))
+        body = TEST.format(group=group, test=test, fields="\n".join(_fields(attribute, loader, parameters)))
+        imports.append("from pytest_fsdp_meta import Subject, fsdp_conformance")
+    doc = f"Check what {name} loads."
+    if "todo(" in body:
+        doc += "\n\nReplace each todo(...) by what it says; the test fails until then.\n"
+        body = f"{TODO}\n{body}"
+        imports += ["import ast", "from pathlib import Path"]
+    return f'"""{doc}"""\n\n{_sort_imports(imports, here)}\n\n{body}'
+
+
+def _tiny_checkpoint(function: Any) -> list[str]:
+    """Return the arguments of ``tiny_checkpoint`` for a class of transformers of which they are certain, else none."""
+    kind = getattr(function, "__self__", None)
+    if not inspect.isclass(kind) or kind.__module__.partition(".")[0] != "transformers":
+        return []
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder = '        tmp_path_factory.mktemp("tiny") / "model",'
+    if kind.__name__.startswith("AutoModel"):
+        what = "the model_type in config.json of the checkpoints that you load, such as llama"
+        other = [f"        auto_class={kind.__name__},"] * (kind.__name__ != "AutoModelForCausalLM")
+        return [*_todo("", what, 8), folder, *other]
+    model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
+    is_causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) == kind.__name__
+    return [f'        "{model_type}",', folder] if is_causal else []
+
+
+def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter]) -> list[str]:
+    """Return the arguments of Subject: what it needs, the call of the loader, and in comments what else it takes."""
+    docs = _documented_fields()
+    lines: list[str] = []
+    for field, what in REQUIRED.items():
+        lines += [*_comment(docs[field], 8), *_todo(f"{field}=", f"{field}: {what.format(loader=attribute)}", 8)]
+    lines += _comment(
+        f"Last, so that {attribute} is called only when no todo is left. If it returns a tuple, unpack it before.", 8
+    )
+    call = _call(attribute, parameters)
+    lines += [f"        model={loader}(", *call, "        ),"] if call else [f"        model={loader}(),"]
+    for field in OPTIONAL:
+        lines += _comment(f"Optional: {field}=..., {docs[field][0].lower()}{docs[field][1:]}", 8)
+    return lines
+
+
+def _documented_fields() -> dict[str, str]:
+    """Return the first paragraph of each field's docstring in Subject."""
+    (kind,) = ast.parse(inspect.getsource(Subject)).body
+    assert isinstance(kind, ast.ClassDef)
+    return {
+        ast.unparse(field.target): str(ast.literal_eval(doc.value)).partition("\n\n")[0].replace("``", "`")
+        for field, doc in pairwise(kind.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }
+
+
+def _call(attribute: str, parameters: list[inspect.Parameter]) -> list[str]:
+    """Return the arguments of the loader: what the test surely knows, and a todo for what has no default."""
+    known = _known(parameters)
+    lines, kept = [], []
+    for one in parameters:
+        start = "" if one.kind is one.POSITIONAL_ONLY else f"{one.name}="
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            kept.append(f"{'*' if one.kind is one.VAR_POSITIONAL else '**'}{one.name}")
+        elif one.default is not one.empty and not (start and one.name in known):
+            kept.append(one.name)
+        elif one.name in known:
+            lines.append(f"            {start}{known[one.name]},")
+        else:
+            kind = textwrap.shorten(_annotation(one), 80, placeholder=" ...")
+            what = f"{one.name}: what {attribute} expects{f' ({kind})' * bool(kind)}, for a small model"
+            lines += _todo(start, what, 12)
+    return lines + (_comment(f"defaults kept: {', '.join(kept)}", 12) if kept else [])
+
+
+def _known(parameters: list[inspect.Parameter]) -> dict[str, str]:
+    """Return what the test passes for the parameters of which the name or the annotation leaves no doubt."""
+    known, by_type = {}, {}
+    for one in parameters:
+        words = re.split(r"[][|,]", _annotation(one))
+        types = {word.strip().rpartition(".")[2] for word in words} - NO_TYPES
+        value, kind = BY_NAME.get(one.name, ("", ""))
+        if value and (not types or kind in types <= {kind, "int", "str"}):
+            known[one.name] = value
+        elif one.name == "device" and types == {"str"}:
+            known[one.name] = "str(fsdp.device)"
+        elif len(types) == 1 and one.default is one.empty:
+            by_type[one.name] = BY_TYPE.get(types.pop(), "")
+    values = [*known.values(), *by_type.values()]
+    return known | {name: value for name, value in by_type.items() if value and values.count(value) == 1}
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    kind = parameter.annotation
+    if kind is parameter.empty:
+        return ""
+    return printable(kind if isinstance(kind, str) else inspect.formatannotation(kind))
+
+
+def _comment(text: str, indent: int) -> list[str]:
+    return [f"{' ' * indent}# {line}" for line in _wrap(text, WIDTH - indent - 2)]
+
+
+def _todo(start: str, what: str, indent: int) -> list[str]:
+    """Return the lines of an argument that calls ``todo``, as ruff formats a long text."""
+    text, space = what.replace("\\", "\\\\").replace('"', "'"), " " * indent
+    line = f'{space}{start}todo("{text}"),'
+    if len(line) <= WIDTH:
+        return [line]
+    *parts, last = _wrap(text, WIDTH - indent - 7)
+    texts = [*(f'{space}    "{part} "' for part in parts), f'{space}    "{last}"']
+    return [f"{space}{start}todo(", *texts, f"{space}),"]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _sort_imports(statements: list[str], here: Path) -> str:
+    """Return the statements in ruff's order: standard library, other packages, the project's, in this folder or src."""
+    sections: list[list[str]] = [[], [], []]
+    for statement in sorted(statements, key=lambda line: (line.startswith("from"), line.split()[1])):
+        top = statement.split()[1].partition(".")[0]
+        own = any((here / path).exists() for path in (top, f"{top}.py", f"src/{top}", f"src/{top}.py"))
+        sections[0 if top in sys.stdlib_module_names else 2 if own else 1].append(statement)
+    return "\n\n".join("\n".join(section) for section in sections if section)
