@@ -38,7 +38,7 @@ help:
 	@echo "make format       format and fix with ruff"
 	@echo "make pins         write constraints.txt: a version of each dependency for each Python (UPGRADE=1: the newest ones)"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
-	@echo "make wild         judge those with a recipe in docs/frameworks, and write the tables in docs/released.md: $(WILD)"
+	@echo "make wild         judge those with a recipe in docs/frameworks, and write the tables in results/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
 	@echo "make gpu          run the tests that need a GPU, step by step; results and gpu.md in \$$OUT or build/gpu-results"
 	@echo "                  (continues an interrupted run; on the CPU, to try the steps: make gpu GPU_OPTIONS=--dry-run)"
@@ -47,12 +47,12 @@ help:
 	@echo "make downstream   run examples/downstream in a new environment with that wheel"
 	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
 	@echo "make causes       compare what is said of each defect with its true cause, by the grades in conformance/causes.json"
-	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: docs/field.md"
+	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: results/field.md"
 	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
 	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
-	@echo "make fields       the same for its other classes of models, and all ways to shard them: docs/field-modes.md"
+	@echo "make fields       the same for its other classes of models, and all ways to shard them: results/field-modes.md"
 	@echo "make versions     run README's example, a defect of each check and a loader of each form with each torch in a table,"
-	@echo "                  each in a new environment: docs/versions.md (ROWS=newest: only this row, printed; AGAIN=1: also rows"
+	@echo "                  each in a new environment: results/versions.md (ROWS=newest: only this row, printed; AGAIN=1: also rows"
 	@echo "                  that ran today; KEEP=1: keep the environments, 6 GB each)"
 	@echo "make bench        measure checks, weight verification, worlds and faults next to other tools: benchmarks/results"
 	@echo "                  (one part: make bench-catalogue, make bench-worlds, make bench-faults)"
@@ -198,16 +198,16 @@ matrix: .venv/installed
 # no findings on the same models: python -m conformance.field --loader plain
 # LOADER is another class or way to load, with its page in build: transformers-uneven (sizes are primes), ...
 field: .venv/installed
-	$(BIN)/python -m conformance.field $(if $(LOADER),--loader $(LOADER) --page build/field-$(LOADER).md,--page docs/field.md)
+	$(BIN)/python -m conformance.field $(if $(LOADER),--loader $(LOADER) --page build/field-$(LOADER).md,--page results/field.md)
 
 # All classes and ways to load, in about an hour on two cores.
 fields: .venv/installed
-	$(BIN)/python -m conformance.field --loader all --page docs/field-modes.md
+	$(BIN)/python -m conformance.field --loader all --page results/field-modes.md
 
 # Creates its own environments, with pip as users call it. Rows that ran today on this commit are not run again. The page is
 # written only by a run of all rows.
 versions:
-	$(PYTHON) -m conformance.versions $(if $(ROWS),$(ROWS),--page docs/versions.md) --workers $(WORKERS) \
+	$(PYTHON) -m conformance.versions $(if $(ROWS),$(ROWS),--page results/versions.md) --workers $(WORKERS) \
 	  $(if $(AGAIN),--again) $(if $(KEEP),--keep)
 
 # Speed and memory next to the same work without the plugin and next to other tools; files are named by date.

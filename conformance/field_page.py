@@ -1,4 +1,4 @@
-"""Render ``docs/field.md``, the results of ``conformance/field.py`` for every architecture."""
+"""Render ``results/field.md``, the results of ``conformance/field.py`` for every architecture."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ FINDINGS: dict[str, dict[str, set[str]]] = {
     "transformers-fsdp-tp": TENSOR_PARALLEL | {name: OF_ANY_SIZE[name] for name in ALSO_WITH_TP},
     "transformers-uneven": OF_ANY_SIZE | {name: STALE | OF_ANY_SIZE.get(name, set()) for name in UNEVEN_AND_TIED},
 }
-"""Known findings of transformers 5.23.0 by loader; docs/systems.md explains them. Remove those that a release fixes."""
+"""Known findings of transformers 5.23.0 by loader; see results/systems.md. Remove those that a release fixes."""
 
 KNOWN_ERRORS = {loader: ("has overlapping chunks",) if loader.endswith("-tp") else () for loader in FINDINGS}
 """Parts of errors that are known: torch's checkpoints refuse weights whose fused parts are sharded each by itself."""

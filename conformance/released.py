@@ -1,4 +1,4 @@
-"""Write the tables of docs/released.md from the reports of ``make wild``.
+"""Write the tables of results/released.md from the reports of ``make wild``.
 
 ``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
 docs/frameworks. The tables have what was judged, not what was expected: new findings are in them as well.
@@ -20,10 +20,10 @@ from conformance.released_history import Judged, history_table, read_history, wi
 
 ROOT = Path(__file__).parents[1]
 RECIPES, SYSTEMS = ROOT / "docs" / "frameworks", ROOT / "conformance" / "systems"
-PAGE, HISTORY = ROOT / "docs" / "released.md", ROOT / "conformance" / "released_history.json"
+PAGE, HISTORY = ROOT / "results" / "released.md", ROOT / "conformance" / "released_history.json"
 BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
 HISTORY_BEGIN = "<!-- written by make wild and make field -->\n"
-FIELD, PUBLISHED = "field", ROOT / "docs" / "field.md"
+FIELD, PUBLISHED = "field", ROOT / "results" / "field.md"
 """The system of the history that ``make field`` judges, and its page."""
 PACKAGES = {
     "composer": "mosaicml",
@@ -60,7 +60,7 @@ class Row:
         page = PAGES.get(self.system, self.system)
         checked = sum(self.statuses[status] for status in CHECKED)
         findings = ", ".join(f"`{id}`" for id in self.findings) or "none"
-        first = f"[{self.release}](frameworks/{page}.md)"
+        first = f"[{self.release}](../docs/frameworks/{page}.md)"
         counts = [str(self.loaders), str(checked), str(self.statuses["skipped"]), findings]
         return [first, self.date, *counts, f"{self.seconds:.0f}", str(self.lines)]
 
@@ -151,7 +151,7 @@ def written_history(history: list[Judged]) -> str:
     for system in systems():
         page = PAGES.get(system, system)
         title = (RECIPES / f"{page}.md").read_text("utf-8").partition("\n")[0].removeprefix("# ")
-        links[system] = f"[{title}](frameworks/{page}.md#{FOUND})"
+        links[system] = f"[{title}](../docs/frameworks/{page}.md#{FOUND})"
     return history_table(history, links)
 
 

@@ -50,6 +50,6 @@ def history_table(history: Sequence[Judged], links: Mapping[str, str]) -> str:
         for check in entry.findings:
             first.setdefault((check, entry.system), entry)
     for (check, system), entry in sorted(first.items()):
-        cells = [f"[`{check}`](catalogue.md#{check})", links.get(system, system), str(entry), str(last[system])]
+        cells = [f"[`{check}`](../docs/catalogue.md#{check})", links.get(system, system), str(entry), str(last[system])]
         lines.append(f"| {' | '.join(cells)} | {'yes' if check in last[system].findings else '**no**'} |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Run a selection of the tests with each torch that users have, and write docs/versions.md (``make versions``).
+"""Run a selection of the tests with each torch that users have, and write results/versions.md (``make versions``).
 
 Each row gets an environment of its own, created by venv and pip in .venv-versions and removed after its run. The
 Python of a row is PYTHON310 (or 312, ...) from the environment, python3.10 on PATH, pyenv's, or the one that runs this.
@@ -233,11 +233,11 @@ def add_tests(outcome: Outcome, tests: dict[str, tuple[str, str]]) -> None:
 
 
 def current_commit() -> str:
-    """Return the commit, followed by "+" if a file other than docs/versions.md, which a run writes, differs from it."""
+    """Return the commit, followed by "+" if a file differs from it, but for results/versions.md, which a run writes."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
     changes = subprocess.run(
-        [*git, "status", "--porcelain", "--", ".", ":!docs/versions.md"], capture_output=True, text=True, check=True
+        [*git, "status", "--porcelain", "--", ".", ":!results/versions.md"], capture_output=True, text=True, check=True
     )
     return commit.stdout.strip() + "+" * bool(changes.stdout)
 
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.workers < 1:
         parser.error(f"--workers={options.workers} is not a number of processes; use 1 or more")
     if options.page and not options.page.is_file():
-        parser.error(f"--page={options.page} is not a page; pass docs/versions.md")
+        parser.error(f"--page={options.page} is not a page; pass results/versions.md")
     selected = options.rows or [row.name for row in USUAL]
     if unused := set(dict(options.python)) - set(selected):
         parser.error(f"--python names {', '.join(sorted(unused))}, which is not run")

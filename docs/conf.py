@@ -22,7 +22,7 @@ html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
 
-OUTSIDE = re.compile(r"\]\((\.\./[^)#]+\.md)\)")
+OUTSIDE = re.compile(r"\]\((\.\./[^)#]+\.md)(?:#[^)]*)?\)")
 LINK = re.compile(r"\[[^\]]+\]\((\w[\w/-]*)\.md\)")
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/released.md, from reports written by hand."""
+"""The tables of results/released.md, from reports written by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_row():
     assert row.release.startswith("transformers ")
     assert row.findings == ("grad_parity",)
     cells = row.cells()
-    assert cells[0] == f"[{row.release}](frameworks/trainer.md)"
+    assert cells[0] == f"[{row.release}](../docs/frameworks/trainer.md)"
     assert cells[1:] == ["2026-11-27", "2", "3", "1", "`grad_parity`", "12", str(row.lines)]
 
 
@@ -86,8 +86,8 @@ def test_a_finding_stays_in_the_history_when_a_release_has_it_no_more():
     rows = history_table([FIRST, NEXT], {"peft": "[peft](peft.md)"}).splitlines()[2:]
     first, last = "2026-11-23, peft 0.21.2 with torch 2.13.0", "2026-12-01, peft 0.22.0 with torch 2.14.1"
     assert rows == [
-        f"| [`grad_parity`](catalogue.md#grad_parity) | [peft](peft.md) | {first} | {last} | yes |",
-        f"| [`loss_parity`](catalogue.md#loss_parity) | [peft](peft.md) | {first} | {last} | **no** |",
+        f"| [`grad_parity`](../docs/catalogue.md#grad_parity) | [peft](peft.md) | {first} | {last} | yes |",
+        f"| [`loss_parity`](../docs/catalogue.md#loss_parity) | [peft](peft.md) | {first} | {last} | **no** |",
     ]
 
 

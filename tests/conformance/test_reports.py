@@ -15,7 +15,7 @@ OWN = {name: pair for name, pair in PAIRS.items() if pair.defective.__module__.s
 
 
 def listed() -> list[tuple[str, str]]:
-    rows = map(ROW.match, (ROOT / "docs" / "reports.md").read_text("utf-8").splitlines())
+    rows = map(ROW.match, (ROOT / "results" / "reports.md").read_text("utf-8").splitlines())
     return [(f"{row[1]}#{row[2]}", row[3]) for row in rows if row is not None]
 
 

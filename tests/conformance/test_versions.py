@@ -1,4 +1,4 @@
-"""The table of docs/versions.md, from runs written by hand, and its rows beside the files that they must agree with."""
+"""The table of results/versions.md, from runs written by hand, and its rows beside the files that they have to match."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_rows_agree_with_the_classifiers_the_constraints_and_the_workflow():
 
 
 def test_the_page_has_a_line_for_each_row():
-    page = (ROOT / "docs" / "versions.md").read_text("utf-8")
+    page = (ROOT / "results" / "versions.md").read_text("utf-8")
     assert all(f"\n| {row.name} | " in page for row in USUAL)
     assert all(f"\n| {row.python}." in page for row in USUAL)
     assert render([DONE]) in replace_table(page, render([DONE]), BEGIN)

@@ -20,10 +20,11 @@ from pytest_fsdp_meta.reports.schema import SKIPS, STATUSES
 from tests.docs.markdown_help import ROOT, Page, missing, type_in
 
 DOCS = ROOT / "docs"
-PAGES = {str(page.relative_to(DOCS)): Page(page) for page in sorted(DOCS.rglob("*.md"))}
+SITE = {str(page.relative_to(DOCS)): Page(page) for page in sorted(DOCS.rglob("*.md"))}
+PAGES = {**SITE, **{f"results/{page.name}": Page(page) for page in sorted((ROOT / "results").glob("*.md"))}}
 EVERYWHERE = {
     str(page.relative_to(ROOT)): Page(page)
-    for folder in (ROOT, DOCS, DOCS / "frameworks", ROOT / "benchmarks" / "results")
+    for folder in (ROOT, DOCS, DOCS / "frameworks", ROOT / "results", ROOT / "benchmarks" / "results")
     for page in sorted(folder.glob("*.md"))
 }
 TRIED_BY = re.compile(r"tried by ((?:tests|conformance)/[\w/]+\.py)")
@@ -149,7 +150,7 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    for name in PAGES:
+    for name in SITE:
         assert (tmp_path / name).with_suffix(".html").is_file()
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text("utf-8"))
@@ -166,7 +167,7 @@ def test_all_statuses_of_a_check_are_described():
 
 def test_the_numbers_about_other_tools_were_measured():
     measured = "".join(page.read_text("utf-8") for page in (ROOT / "benchmarks" / "results").glob("*.md"))
-    compared = (DOCS / "compared.md").read_text("utf-8").partition("## With other ways")[2]
+    compared = (ROOT / "results" / "compared.md").read_text("utf-8").partition("## With other ways")[2]
     rows = [line.strip() for line in compared.splitlines() if line.strip().startswith("|")]
     assert len(rows) > 30
     assert [row for row in rows if row not in measured.splitlines()] == []
@@ -182,4 +183,4 @@ def test_all_observations_that_a_check_may_need_are_described():
 def test_the_index_lists_all_pages():
     """Readers on GitHub navigate by the index page, readers of the site by its navigation; both come from one list."""
     listed = [link for link in PAGES["index.md"].links if link.endswith(".md") and not link.startswith("../")]
-    assert sorted(listed) == sorted(PAGES.keys() - {"index.md"})
+    assert sorted(listed) == sorted(SITE.keys() - {"index.md"})

@@ -1,6 +1,6 @@
 """NeMo Automodel: ``NeMoAutoModelForCausalLM.from_pretrained`` with the FSDP2 strategy.
 
-NVIDIA-NeMo/Automodel#2146 reports buffers that its init context leaves on the CPU. docs/systems.md has the findings,
+NVIDIA-NeMo/Automodel#2146 reports buffers that its init context leaves on the CPU. results/systems.md has the findings,
 and what a run on a CPU can show.
 """
 

@@ -1,6 +1,6 @@
 """LLaMA-Factory's v1 engine: ``ModelEngine`` builds the model, ``FSDP2Engine`` shards, materialises and loads it.
 
-hiyouga/LLaMA-Factory#10236 added ``init_on_meta`` and #10264 ``init_on_rank0``; docs/systems.md has the findings.
+hiyouga/LLaMA-Factory#10236 added ``init_on_meta`` and #10264 ``init_on_rank0``; results/systems.md has the findings.
 """
 
 from __future__ import annotations

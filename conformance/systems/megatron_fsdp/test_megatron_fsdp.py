@@ -1,6 +1,6 @@
 """megatron-fsdp: ``fully_shard_model`` and ``fully_shard_optimizer`` around a tiny Llama.
 
-docs/systems.md has the findings, and what runs on a CPU, where handles.py replaces CUDA streams.
+results/systems.md has the findings, and what runs on a CPU, where handles.py replaces CUDA streams.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """speculators 0.4.0: the trainer that vllm-project/speculators#314 is about.
 
-docs/systems.md has the findings.
+results/systems.md has the findings.
 """
 
 from __future__ import annotations

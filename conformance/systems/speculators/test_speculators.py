@@ -1,6 +1,6 @@
 """speculators' trainer on an Eagle-3 draft of a tiny verifier: ``Trainer.setup_model`` shards and broadcasts it.
 
-vllm-project/speculators#314; docs/systems.md has the findings.
+vllm-project/speculators#314; results/systems.md has the findings.
 """
 
 from __future__ import annotations
