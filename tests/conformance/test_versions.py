@@ -1,4 +1,4 @@
-"""The table of results/versions.md, from runs written by hand, and its rows beside the files that they have to match."""
+"""The table of results/versions.md, from runs written by hand, and its rows beside the files that they match."""
 
 from __future__ import annotations
 

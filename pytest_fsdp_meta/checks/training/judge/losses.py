@@ -66,7 +66,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
     # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
     last = min(wrong_steps, default=-1 if _may_differ(view) else len(expected))
-    disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last]
+    disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last] if last >= 0 else []
     if not wrong_steps and not disagreements:
         require_gradients(view)
         errors = (relative_distance(actual, expected, step) for step in range(len(expected)))
