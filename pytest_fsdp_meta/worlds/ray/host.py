@@ -101,9 +101,8 @@ class Host:
                 member = self._engine.launch_rank(task)
             except Exception as error:
                 stack.close()  # before the message: once it has arrived, nothing must be left here
-                full = temp_folders.describe_full_disk(tempfile.gettempdir(), error)
-                why = f"could not start a rank: {full or f'{type(error).__name__}: {error}'}"
-                _send(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
+                why = f"node {self.address} could not start a rank: {type(error).__name__}: {error}"
+                _send(parent, "refused", str(error) if isinstance(error, Misuse) else why)
                 return
             relay = _Relay(parent, member, folder)
             stack.callback(relay.remove_leftovers, request.leftovers)
