@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import DOING
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.rank import coverage, debugging, preload, tracebacks, warnings
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system import output, processes
-from pytest_fsdp_meta.worlds.system.messages import DOING
 from pytest_fsdp_meta.worlds.system.multiprocessing_private import leave_server_alone
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"

@@ -22,12 +22,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import make_note
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.ray import wire
-from pytest_fsdp_meta.worlds.system import messages, temp_folders
+from pytest_fsdp_meta.worlds.system import temp_folders
 from pytest_fsdp_meta.worlds.system.output import read
 
 NODE_VARIABLES = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
@@ -182,7 +183,7 @@ class _Relay:
         """Execute a command of ``RemoteMember``."""
         name, *arguments = command
         if name == "send":
-            self.member.send(messages.make_note(arguments[0], self.folder / "call"))
+            self.member.send(make_note(arguments[0], self.folder / "call"))
         elif name == "kill":
             self.parent_knows = True
             self.member.kill()
