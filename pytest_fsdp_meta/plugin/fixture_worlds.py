@@ -145,7 +145,7 @@ class FixtureWorlds:
         owner = _owner(item, scope)
         try:
             with self._turn_taken():
-                return self._pool.reset_worlds(owner)
+                return self._pool.end_test(owner)
         except ValueError:
             self._pool.end(owner)
             if scope == "function":

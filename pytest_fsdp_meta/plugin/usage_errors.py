@@ -39,7 +39,12 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
 
 def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
     """Raise one UsageError, as ``check_usage`` does, if this machine lacks GPUs for a world that is to run."""
-    _report(session.config, selected, _lacking_devices(selected))
+    problems = []
+    for item in selected:
+        case = _pytest_private.parameters(item).get(ARGUMENT)
+        if isinstance(item, pytest.Function) and isinstance(case, Case) and case.lacking:
+            problems.append((_test_of(item), case.lacking))
+    _report(session.config, selected, problems)
 
 
 def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[tuple[str, str]]) -> None:
@@ -49,17 +54,10 @@ def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[
         places.setdefault(" ".join(what.split()), {})[where] = None  # a value, such as an array, may have several lines
     message = "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
     if message and is_worker:
-        xdist_workers.send_usage_error(config, message)
+        config.workeroutput[xdist_workers.USAGE_ERROR] = message  # type: ignore[attr-defined]
         items.clear()
     elif message:
         raise pytest.UsageError(message)
-
-
-def _lacking_devices(items: Iterable[pytest.Item]) -> Iterator[tuple[str, str]]:
-    for item in items:
-        case = _pytest_private.parameters(item).get(ARGUMENT)
-        if isinstance(item, pytest.Function) and isinstance(case, Case) and case.lacking:
-            yield _test_of(item), case.lacking
 
 
 def _late_checks(session: PluginSession) -> Iterator[tuple[str, str]]:

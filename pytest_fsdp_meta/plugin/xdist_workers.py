@@ -182,11 +182,6 @@ def _end_with_controller() -> None:
     processes.die_with_parent(signal.SIGINT)
 
 
-def send_usage_error(config: pytest.Config, message: str) -> None:
-    """On a worker: make the controller raise this usage error."""
-    config.workeroutput[USAGE_ERROR] = message  # type: ignore[attr-defined]
-
-
 class Controller:
     """Raises the usage errors of workers in the process that starts them; on a worker, nothing calls it."""
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import hang
-from pytest_fsdp_meta.worlds.engine import Member, Message, receive
+from pytest_fsdp_meta.worlds.engine import DOING, Member, Message, pack_message, receive
 from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
 from pytest_fsdp_meta.worlds.rank.debugging import BORROWING, POST_MORTEM, RETURNING
-from pytest_fsdp_meta.worlds.system import messages
 
 GRACE_PERIOD = 0.8
 """Seconds that the other ranks have to report their own failure after the first one was reported."""
@@ -54,7 +53,7 @@ class Conversation:
 
     def send_to_all(self, message: Message) -> None:
         self.answered.clear()
-        note = messages.pack(message, self.folder / "call")
+        note = pack_message(message, self.folder / "call")
         for member in self.members:
             member.send(note)
 
@@ -121,7 +120,7 @@ class Conversation:
             if member.pid is None:
                 raise ValueError("it runs on another machine")
             with self.lend_terminal(member.rank, member.pid):
-                member.send(messages.pack((BORROWING, ""), reply))
+                member.send(pack_message((BORROWING, ""), reply))
                 over = False
                 while not over:
                     for _, message in receive([member], math.inf):
@@ -129,10 +128,10 @@ class Conversation:
                             self.handle_note(member.rank, *message[1:])
                         over = over or message is None or message[0] == RETURNING
         except ValueError as error:
-            member.send(messages.pack((BORROWING, str(error)), reply))
+            member.send(pack_message((BORROWING, str(error)), reply))
 
     def handle_note(self, rank: int, kind: str, content: Any) -> None:
-        if kind == messages.DOING:
+        if kind == DOING:
             self.activities[rank] = content
         self.on_note(rank, kind, content)
 

@@ -1,7 +1,14 @@
-"""The interface between a world and the machines that its ranks run on: how to start, call and end a rank."""
+"""The interface between a world and the machines that its ranks run on: how to start, call and end a rank.
+
+Messages go through a pipe as notes. A note holds a small message itself, or the path of the file that holds a large
+one. Every note fits into the pipe's buffer, so neither side can block the other. A rank that is stopped or killed while
+it writes a large message leaves an unfinished file that nobody reads, not half a message in the pipe.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -15,8 +22,46 @@ from pytest_fsdp_meta.worlds.system.output import OutputTail
 POLL_INTERVAL = 0.5
 """Seconds between two checks for ranks whose exit no pipe signals."""
 
+DOING = "doing"
+"""The kind of a message in which a rank says what it is doing: "training step 2 of 3"."""
+_NOTE_LIMIT = 8 * 1024
+"""Bytes of the largest message that a note holds itself."""
+_INLINE = b"h"
+"""The first byte of a note that holds the message."""
+_IN_FILE = b"f"
+"""The first byte of a note that holds the path of the message's file."""
+
 Message: TypeAlias = tuple[Any, ...]
 """The kind of the message, then its content."""
+
+
+def pack_message(message: Message, file: Path | None = None) -> bytes:
+    """Return the note for a message. A message that is too large for a note is written to ``file``."""
+    return make_note(pickle.dumps(message), file)
+
+
+def make_note(packed: bytes, file: Path | None) -> bytes:
+    """Return the note for a pickled message. Raises OSError if ``file`` is needed and cannot be written."""
+    if len(packed) <= _NOTE_LIMIT:
+        return _INLINE + packed
+    assert file is not None, "this message needs a file"
+    try:
+        file.write_bytes(packed)
+    except OSError:
+        file.unlink(missing_ok=True)  # half a message is useless, and may occupy the last free space
+        raise
+    return _IN_FILE + os.fsencode(file)
+
+
+def read_note(note: bytes, remove: bool = False) -> bytes:
+    """Return the pickled message of a note. ``remove`` deletes its file, for a message with a single receiver."""
+    if note[:1] == _INLINE:
+        return note[1:]
+    file = Path(os.fsdecode(note[1:]))
+    packed = file.read_bytes()
+    if remove:
+        file.unlink()
+    return packed
 
 
 class Member(Protocol):
@@ -45,7 +90,7 @@ class Member(Protocol):
         """Whether a signal such as SIGSTOP has stopped the process."""
 
     def send(self, note: bytes) -> None:
-        """Send a message that ``messages.pack`` has packed. Does nothing if the rank has ended."""
+        """Send a message that ``pack_message`` has packed. Does nothing if the rank has ended."""
 
     def receive_message(self) -> Message | None:
         """Return the message that has arrived, or None if none will because the rank has ended."""

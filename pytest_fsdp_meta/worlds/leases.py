@@ -7,12 +7,10 @@ small worlds cannot overtake a large one forever.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeAlias
 from urllib.parse import quote
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from pytest_fsdp_meta.text import counted, joined_runs
 from pytest_fsdp_meta.worlds.spec import VISIBLE, WorldSpec
@@ -50,61 +50,35 @@ def sharing_error(path: Path, error: OSError) -> LeaseError:
 class LockedFile:
     """A file that this process holds locked until ``release``, with a note for others to read.
 
-    Forked children do not hold the lock and cannot release it. filelock is not used: up to its release 3, a lock is
-    released when a forked child of its holder exits.
+    Forked children do not hold the lock and cannot release it.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-        self.left = os.pread(descriptor, 1 << 16, 0).decode("utf-8", "replace")
+    def __init__(self, path: Path, lock: BaseFileLock) -> None:
+        self._path, self._lock = path, lock
+        self.left = path.read_text("utf-8", "replace")
         """The note of the last holder: empty unless it ended without ``release``, or kept one."""
-        _HELD.add(self)
 
     @classmethod
     def attempt(cls, path: Path) -> LockedFile | None:
         """Return the locked file, or None if another holder has it. Raises LeaseError if it cannot be opened."""
+        lock = FileLock(path, mode=0o600, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
-            # Python closes its descriptors in programs that it starts, so neither the fork server nor a rank has them.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return cls(descriptor)
-            except BaseException as error:
-                os.close(descriptor)
-                if isinstance(error, BlockingIOError):
-                    return None
-                raise
+            lock.acquire()
+            return cls(path, lock)
+        except Timeout:
+            return None
         except OSError as error:
             raise sharing_error(path, error) from error
 
     def write(self, note: str) -> None:
-        if self._descriptor is not None:
+        if self._lock.is_locked:
             with suppress(OSError):  # the disk is full: only messages suffer
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, note.encode(), 0)
+                self._path.write_text(note, "utf-8")
 
     def release(self, keep: str = "") -> None:
         """Replace the note by ``keep`` and unlock the file; safe to call twice."""
-        if self._descriptor is not None:
-            self.write(keep)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-_HELD: weakref.WeakSet[LockedFile] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for file in list(_HELD):
-        file._close()  # not unlocked: that would release the parent's lock, which is on the same open file
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+        self.write(keep)
+        self._lock.release()
 
 
 class _Note(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
-from pytest_fsdp_meta.worlds.rank.reset import Counts, Group, ResetReport
+from pytest_fsdp_meta.worlds.rank.reset import Counts, Group
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.world import World
 
@@ -19,21 +19,17 @@ RESETTING = "resetting the ranks after the test"
 
 @dataclass
 class _PooledWorld:
-    """A world, and the environment and folder that its ranks were started with."""
+    """A world, and the environment that its ranks were started with."""
 
     world: World
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    folder: str = field(default_factory=os.getcwd)
     idle: bool = False
 
-    def follow_parent(self, private: Collection[str]) -> None:
-        """Give the ranks the environment and folder that a fresh world would get now; no call if nothing changed."""
+    def begin_test(self, private: Collection[str]) -> None:
+        """Reset the ranks, and give them the environment and folder that a fresh world would get now."""
         names = (self.environ.keys() | os.environ.keys()) - set(private)
         changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self.environ.get(name)}
-        folder = os.getcwd()
-        if changed or folder != self.folder:
-            given = changed, folder if folder != self.folder else None
-            self.world.call(f"{RESET}:follow_parent", given, doing=PREPARING)
+        self.world.call(f"{RESET}:begin_test", (changed, os.getcwd()), doing=PREPARING)
 
 
 class Pool:
@@ -56,14 +52,14 @@ class Pool:
             pooled.world.start()
             pooled.world.call(f"{RESET}:record_start", doing=PREPARING)
         elif pooled.idle:
-            pooled.follow_parent(self._private)
+            pooled.begin_test(self._private)
         pooled.idle = False
         return pooled.world
 
-    def reset_worlds(self, owner: Hashable) -> str:
-        """Reset the owner's worlds, or end them if that is impossible. Return what a test did wrong, or ""."""
+    def end_test(self, owner: Hashable) -> str:
+        """Keep the owner's worlds, or end those that cannot be reused. Return what the test did wrong, or ""."""
         problems = [
-            _reset(pooled) for (whose, _), pooled in self._worlds.items() if whose == owner and pooled.world.alive
+            _end_test(pooled) for (whose, _), pooled in self._worlds.items() if whose == owner and pooled.world.alive
         ]
         return next(filter(None, problems), "")
 
@@ -77,18 +73,17 @@ class Pool:
             self.end(owner)
 
 
-def _reset(pooled: _PooledWorld) -> str:
-    """Reset the ranks, or end them if that is impossible. Return what the test did wrong, or ""."""
+def _end_test(pooled: _PooledWorld) -> str:
     world, pooled.idle, problem = pooled.world, True, ""
     try:
-        reports: list[ResetReport] = world.call(f"{RESET}:restore_start", doing=RESETTING)
-        uneven = bool(_find_uneven([report.started for report in reports]))
-        if uneven:
+        counts: list[Counts | None] = world.call(f"{RESET}:end_test", doing=RESETTING)
+        known = [count for count in counts if count is not None]
+        if uneven := bool(_find_uneven(known)):
             # Not a mistake if only some ranks sent each other something, so compare the collectives alone.
             problem = _describe_uneven(world.call(f"{RESET}:count_collectives", doing=RESETTING))
     except WorldError as error:
         return str(error)
-    if uneven or any(report.not_restored for report in reports):
+    if uneven or len(known) < len(counts):
         world.close()
     return problem
 

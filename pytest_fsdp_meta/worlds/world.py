@@ -143,8 +143,7 @@ class World:
                 self.close()  # the engine started no rank, but left a folder
             raise  # otherwise the world has ended already, or stays usable after a unanimous outcome
         except BaseException as error:
-            # Ranks report when they run out of disk space or descriptors; here it is the parent that did.
-            shortage = self._describe_shortage(error) if isinstance(error, OSError) else ""
+            shortage = processes.describe_shortage(error) if isinstance(error, OSError) else ""
             try:
                 if self._conversation is not None:
                     self._listener.interrupted(self, error, partial(self._describe_wait, self._conversation, doing))
@@ -153,12 +152,6 @@ class World:
             if shortage:
                 raise WorldError([RankFailure(0, "unstarted", shortage, user=True)], doing, label=self.label) from error
             raise
-
-    def _describe_shortage(self, error: OSError) -> str:
-        """Return one line that says what this machine has run out of and what to do, or "" for another error."""
-        return temp_folders.describe_full_disk(
-            self._folder or tempfile.gettempdir(), error
-        ) or processes.describe_descriptor_limit(error)
 
     def close(self) -> None:
         """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""

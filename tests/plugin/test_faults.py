@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pty
 import re
@@ -20,7 +19,7 @@ import pytest
 
 from tests.conftest import Project
 from tests.plugin.test_outcomes import outcomes, story
-from tests.world_help import SOON, assert_gone, ended_at_last, fill, processes_with
+from tests.world_help import SOON, assert_gone, ended_at_last, processes_with
 
 WORD = "FSDP_FAULTS"
 """An environment variable of an inner run, inherited by every process that it starts."""
@@ -360,54 +359,3 @@ def test_two_runs_at_the_same_time(project: Project) -> None:
             output, _ = run.communicate(timeout=6 * SOON)
             assert run.returncode == 0, output
             assert "4 passed" in output
-
-
-FULL = (
-    "import os\nfrom contextlib import suppress\n\n\n"
-    + inspect.getsource(fill)
-    + """
-
-@fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
-def test_full(fsdp):
-    if fsdp.rank == 0:
-        fill(os.environ["TMPDIR"])
-    fsdp.barrier()
-    print("x" * 100_000)
-    return load(fsdp)
-
-def test_make_room():
-    os.unlink(os.environ["TMPDIR"] + "/fill")
-
-@fsdp_conformance(only=["no_meta_params", "params_equal_reference"])
-def test_room(fsdp):
-    return load(fsdp, reference=build)
-"""
-)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare to mount a small disk")
-def test_a_full_disk_in_a_run(project: Project, temporary: Path) -> None:
-    file = project.loaders(FULL)
-    small = temporary
-    space = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*space, "mount", "-t", "tmpfs", "none", small], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("cannot mount a small disk: user namespaces are not permitted")
-    inner = f"{sys.executable} -m pytest -p no:cacheprovider -v --basetemp={project.path}/base {file.name}"
-    run = subprocess.run(
-        [*space, "sh", "-c", f"mount -t tmpfs -o size=16m none {small} && TMPDIR={small} exec {inner}"],
-        cwd=project.path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=6 * SOON,
-    )
-    assert "1 error, 1 same error" in run.stdout, run.stdout
-    assert "3 passed" in run.stdout
-    assert re.search(
-        r"^test_full: ranks? [01, ]+ raised OSError: .*No space left on device: the disk of "
-        rf"{re.escape(str(small))} is full \(\d+ KiB left\); .*; free some space, or set TMPDIR to a folder on another",
-        run.stdout,
-        re.MULTILINE,
-    )
-    assert "pytest_fsdp_meta/worlds" not in run.stdout

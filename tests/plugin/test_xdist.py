@@ -6,11 +6,10 @@ import os
 from tempfile import TemporaryDirectory
 
 import pytest
-from xdist.scheduler import LoadScheduling
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.plugin.node_ids import split_node_id
-from pytest_fsdp_meta.plugin.xdist_scheduler import by_loader, loader_of
+from pytest_fsdp_meta.plugin.node_ids import loader_of, split_node_id
+from pytest_fsdp_meta.plugin.xdist_scheduler import ByGroup
 from tests.conftest import Project, errors
 
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ def test_plain(n):
 """
 
 
-@pytest.mark.parametrize("dist", ["load", "loadfile", "worksteal"])
+@pytest.mark.parametrize("dist", ["load", "loadfile", "loadgroup"])
 def test_a_loader_runs_once(project: Project, dist: str) -> None:
     project.loaders(LOADERS)
     result = project.run("-n2", "--dist", dist, "-v", "--junitxml=junit.xml")
@@ -62,7 +61,7 @@ def test_a_loader_runs_once(project: Project, dist: str) -> None:
 
 
 def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) -> None:
-    scheduling = by_loader(LoadScheduling, pytester.parseconfig("--tx", "popen"), None, built_in())
+    scheduling = ByGroup(pytester.parseconfig("--tx", "popen"), None, built_in())
     assert scheduling._split_scope("a.py::test_x[no_meta_params]@mine") == "mine"
     assert scheduling._split_scope("a.py::test_x[no_meta_params]") == "a.py::test_x["
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
@@ -147,19 +146,16 @@ def test_plain():
 """
 
 
-@pytest.mark.parametrize("dist", ["load", "loadscope", "each"])
-def test_a_worker_that_crashes_in_a_loader(project: Project, dist: str) -> None:
+def test_a_worker_that_crashes_in_a_loader(project: Project) -> None:
     """Its items are reported once, its devices become free, and a new worker runs the rest."""
     project.loaders(CRASHING)
-    result = project.run("-n2", "--dist", dist, "--fsdp-slots=2")
-    runs = 2 if dist == "each" else 1
-    assert result.parseoutcomes() == {"passed": 5 * runs, "failed": runs, "same": 2 * runs}
+    result = project.run("-n2", "--fsdp-slots=2")
+    assert result.parseoutcomes() == {"passed": 5, "failed": 1, "same": 2}
     text = result.stdout.str()
     assert "INTERNALERROR" not in text
     result.stdout.re_match_lines([r"1\. (crash|error): worker '?gw\d'? (crashed while running|ended)"])
-    assert project.notes.count("fixture") == project.notes.count("plain") == runs
-    loads = [f"{n}/{rank}" for n in (1, 2) for rank in (0, 1)]
-    assert sorted(note for note in project.notes if "/" in note) == sorted(loads * runs)
+    assert project.notes.count("fixture") == project.notes.count("plain") == 1
+    assert sorted(note for note in project.notes if "/" in note) == ["1/0", "1/1", "2/0", "2/1"]
 
 
 SHARED = """

@@ -207,26 +207,11 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         timeout=6 * SOON,
     )
     messages = dict(line.split(" ", 1) for line in run.stdout.splitlines())
-    full = (
-        rf"the disk of {small} is full \(\d+ KiB left\); ranks and pytest exchange messages there; free some space, or "
-        "set TMPDIR to a folder on another disk"
-    )
+    full = "No space left on device"
     assert messages["fail"].startswith("rank 1 raised RuntimeError: xxx")
-    assert re.match(rf"rank 1 raised OSError: .*No space left on device: {full} False", messages["speak"])
-    assert re.match(rf"rank 1 returned a bytes that cannot be sent back: {full} False", messages["give"])
-    assert re.fullmatch(rf"{full} True 1", messages["take"])
+    assert re.match(rf"rank 1 raised OSError: .*{full}.* False", messages["speak"])
+    assert re.match(rf"rank 1 returned a bytes that cannot be sent back: OSError: .*{full}.* False", messages["give"])
+    assert messages["take"] == f"{full}: {small}; set TMPDIR to a folder on another disk True 1"
     assert messages["full"] == "(None, [(0, 2), (1, 2)])", "short messages need no disk"
-    assert re.fullmatch(full.replace(r"\d+ KiB left", r"room for \d more files") + " True", messages["files"])
+    assert messages["files"] == f"{full}: {small}; set TMPDIR to a folder on another disk True"
     assert messages["empty"] == "[(0, 2), (1, 2)] []"
-
-
-def test_other_errors_do_not_mean_a_full_disk(tmp_path: Path) -> None:
-    assert not temp_folders.describe_full_disk(tmp_path, PermissionError("no"))
-    assert not temp_folders.describe_full_disk(tmp_path, ValueError("no"))
-    assert not temp_folders.describe_full_disk(tmp_path / "gone", OSError(28, "No space left on device"))
-    assert not temp_folders.describe_full_disk(tmp_path, RuntimeError(), "No space left on device"), (
-        "the full disk is another one"
-    )
-    assert temp_folders.describe_full_disk("/proc", RuntimeError(), "No space left on device").startswith(
-        "the disk of /proc is full (0 KiB"
-    )

@@ -14,9 +14,9 @@ from pytest_fsdp_meta.plugin.rank_io.debugger import Debugger, TerminalLender
 from pytest_fsdp_meta.plugin.rank_io.progress import STARTING, Progress, terminal_of
 from pytest_fsdp_meta.text import LINES, first_line, name_ranks, printable
 from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
+from pytest_fsdp_meta.worlds.engine import DOING
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
-from pytest_fsdp_meta.worlds.system.messages import DOING
 
 
 def name_rank(world: ObservedWorld, rank: int) -> str:

@@ -1,1 +1,1 @@
-"""Why a world hangs or a rank ended: stacks, torch's flight recorder, and full disks."""
+"""Why a world hangs or a rank ended: stacks, and torch's flight recorder."""

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,15 @@ def read() -> Flight:
     if "torch.distributed" not in sys.modules:
         return Flight()
     try:
-        entries = [entry for dump in _dumps() for entry in pickle.loads(dump(True, True, False))["entries"]]
+        bindings = sys.modules["torch"]._C._distributed_c10d
+        dumps = [getattr(bindings, name) for name in DUMPS if hasattr(bindings, name)]
+        entries = [entry for dump in dumps for entry in pickle.loads(dump(True, True, False))["entries"]]
         groups = _groups()
         names = {_group_of(entry) for entry in entries}
         recent = [collective for group in names for collective in _recent(entries, group)]
     except (ImportError, AttributeError, KeyError, TypeError, RuntimeError):
         return Flight()  # a torch with other private names: describe the hang without collectives
     return Flight(tuple(recent), groups)
-
-
-def _dumps() -> Iterator[Any]:
-    bindings = sys.modules["torch"]._C._distributed_c10d
-    return (getattr(bindings, name) for name in DUMPS if hasattr(bindings, name))
 
 
 def _groups() -> dict[str, Group]:

@@ -19,9 +19,8 @@ from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
     group_ranks,
 )
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import QUESTION, Collective, Flight, Group, Whereabouts
-from pytest_fsdp_meta.worlds.engine import Member, receive
+from pytest_fsdp_meta.worlds.engine import Member, pack_message, receive
 from pytest_fsdp_meta.worlds.failures import RankState
-from pytest_fsdp_meta.worlds.system import messages
 
 PATIENCE = 3.0
 """Seconds for all ranks together to answer. They need milliseconds, or a second and more on a machine under ten times
@@ -58,7 +57,7 @@ def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
     found: dict[int, Whereabouts] = {}
     waiting_for = list(members)
     for member in waiting_for:
-        member.send(messages.pack(QUESTION))
+        member.send(pack_message(QUESTION))
     deadline = time.monotonic() + PATIENCE
     while waiting_for and time.monotonic() < deadline:
         for member, message in list(receive(waiting_for, deadline)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import read_note
 from pytest_fsdp_meta.worlds.failures import CUT_OFF_MARK, RankFailure, describe_exit
 from pytest_fsdp_meta.worlds.rank import tracebacks
-from pytest_fsdp_meta.worlds.system import messages, processes
+from pytest_fsdp_meta.worlds.system import processes
 from pytest_fsdp_meta.worlds.system.output import OutputTail, read
 
 UNKNOWN_EXIT_CODE = 255
@@ -59,7 +61,7 @@ class LocalMember:
 
     def receive_message(self) -> tuple[Any, ...] | None:
         packed = self.receive_packed()
-        return None if packed is None else messages.unpickle_message(packed)
+        return None if packed is None else pickle.loads(packed)
 
     def receive_packed(self) -> bytes | None:
         """Return the message that has arrived, or None. A rank that has ended may have left one in the pipe."""
@@ -67,7 +69,7 @@ class LocalMember:
             note = self.pipe.recv_bytes() if self.pipe.poll() else None
         except (EOFError, OSError):
             note = None
-        return None if note is None else messages.read_note(note, remove=True)
+        return None if note is None else read_note(note, remove=True)
 
     @property
     def has_message_or_ended(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import select
 import shutil
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
+from pytest_fsdp_meta.worlds.engine import pack_message, read_note
 from pytest_fsdp_meta.worlds.failures import CUT_OFF, CUT_OFF_MARK
 from pytest_fsdp_meta.worlds.rank import tracebacks
-from pytest_fsdp_meta.worlds.system import messages, output, temp_folders
+from pytest_fsdp_meta.worlds.system import output, temp_folders
 
 POLL_INTERVAL = 0.5
 """Seconds between two checks how much this rank has written and whether its pipe is still open."""
@@ -57,7 +59,7 @@ class Channel:
                 for folder in self._leftovers:
                     shutil.rmtree(folder, ignore_errors=True)
                 os.killpg(os.getpid(), signal.SIGKILL)
-            message = messages.unpack(note)
+            message: tuple[Any, ...] = pickle.loads(read_note(note))
             if message == flight_recorder.QUESTION:
                 self._report_whereabouts()
             else:
@@ -88,7 +90,7 @@ class Channel:
 
     def _post(self, message: tuple[Any, ...]) -> None:
         with self._sending:
-            note = messages.pack(message, next(self._files))
+            note = pack_message(message, next(self._files))
             self._check_pipe()
             self._connection.send_bytes(note)
 

@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import DOING
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.rank import coverage, debugging, preload, tracebacks, warnings
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
 from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
-from pytest_fsdp_meta.worlds.system import output, processes, temp_folders
-from pytest_fsdp_meta.worlds.system.messages import DOING
+from pytest_fsdp_meta.worlds.system import output, processes
 from pytest_fsdp_meta.worlds.system.multiprocessing_private import leave_server_alone
 
 OUTSIDE = "this process is not a rank of a world of pytest-fsdp-meta"
@@ -193,8 +193,7 @@ def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -
 
         channel.send("result", call, dumps(result))
     except Exception as error:
-        why = temp_folders.describe_full_disk(task.folder, error) or f"{type(error).__name__}: {error}"
-        summary = f"returned a {type(result).__name__} that cannot be sent back: {why}"
+        summary = f"returned a {type(result).__name__} that cannot be sent back: {type(error).__name__}: {error}"
         _report_failure(channel, RankFailure(task.place.rank, "unsendable", summary, when=time.monotonic()))
 
 
@@ -217,8 +216,7 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
     except Exception:
         text = said = "(its __str__ raised an exception)"
     first = _shortened(said.splitlines()[0], 300) if said else ""
-    hint = temp_folders.describe_full_disk(task.folder, error, text) or preload.hint(text)
-    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, hint)))
+    summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, preload.hint(text))))
     return RankFailure(
         task.place.rank,
         "raised",

@@ -22,12 +22,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import make_note
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.ray import wire
-from pytest_fsdp_meta.worlds.system import messages, temp_folders
+from pytest_fsdp_meta.worlds.system import temp_folders
 from pytest_fsdp_meta.worlds.system.output import read
 
 NODE_VARIABLES = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
@@ -101,9 +102,8 @@ class Host:
                 member = self._engine.launch_rank(task)
             except Exception as error:
                 stack.close()  # before the message: once it has arrived, nothing must be left here
-                full = temp_folders.describe_full_disk(tempfile.gettempdir(), error)
-                why = f"could not start a rank: {full or f'{type(error).__name__}: {error}'}"
-                _send(parent, "refused", str(error) if isinstance(error, Misuse) else f"node {self.address} {why}")
+                why = f"node {self.address} could not start a rank: {type(error).__name__}: {error}"
+                _send(parent, "refused", str(error) if isinstance(error, Misuse) else why)
                 return
             relay = _Relay(parent, member, folder)
             stack.callback(relay.remove_leftovers, request.leftovers)
@@ -183,7 +183,7 @@ class _Relay:
         """Execute a command of ``RemoteMember``."""
         name, *arguments = command
         if name == "send":
-            self.member.send(messages.make_note(arguments[0], self.folder / "call"))
+            self.member.send(make_note(arguments[0], self.folder / "call"))
         elif name == "kill":
             self.parent_knows = True
             self.member.kill()

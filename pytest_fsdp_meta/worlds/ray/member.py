@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pytest_fsdp_meta.worlds.engine import read_note
 from pytest_fsdp_meta.worlds.failures import RankFailure
 from pytest_fsdp_meta.worlds.ray.host import FROM_RANK, LaunchRequest, ReadRequest
-from pytest_fsdp_meta.worlds.system import messages
 from pytest_fsdp_meta.worlds.system.output import OutputTail
 
 ANSWER_TIMEOUT = 5.0
@@ -82,7 +82,7 @@ class RemoteMember:
         return bool(self._query("is_stopped", seconds=ANSWER_TIMEOUT))
 
     def send(self, note: bytes) -> None:
-        self._command("send", messages.read_note(note))
+        self._command("send", read_note(note))
 
     def receive_message(self) -> tuple[Any, ...] | None:
         while not self._inbox and self._ending is None:
@@ -90,7 +90,7 @@ class RemoteMember:
                 self._ending = self._lost(NO_ANSWER)
         if not self._inbox:
             return None
-        message = messages.unpickle_message(self._inbox.popleft())
+        message: tuple[Any, ...] = pickle.loads(self._inbox.popleft())
         if message[0] == "failure":
             return "failure", self._on_our_clock(message[1])
         return message

@@ -1,1 +1,1 @@
-"""What worlds need from the operating system: messages, output, processes and temporary folders."""
+"""What worlds need from the operating system: output, processes and temporary folders."""

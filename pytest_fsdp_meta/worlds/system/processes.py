@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 PAUSE = 0.002
 """Seconds between two looks at the children that are being ended."""
 OOM_KILL_NOTE = " (meanwhile the kernel's out-of-memory killer ended a process)"
-"""Added to the summary of a rank that was killed while ``shortages`` went up."""
+"""Added to the summary of a rank that was killed while ``count_oom_kills`` went up."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _UNUSED = ctypes.c_ulong(0)
@@ -143,15 +144,17 @@ def require_descriptors(ranks: int) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def describe_descriptor_limit(error: OSError) -> str:
-    """Return the line to show for an error about exhausted file descriptors; "" for another error."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
-        return ""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        f"out of file descriptors (limit {limit}); the pytest process needs {_DESCRIPTORS_PER_RANK} for each rank; "
-        "raise it with ulimit -n"
-    )
+def describe_shortage(error: OSError) -> str:
+    """Return the line to show if this process has run out of file descriptors or disk space; "" for another error."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"out of file descriptors (limit {limit}); the pytest process needs {_DESCRIPTORS_PER_RANK} for each rank; "
+            "raise it with ulimit -n"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}: {tempfile.gettempdir()}; set TMPDIR to a folder on another disk"
+    return ""
 
 
 def count_oom_kills() -> int:

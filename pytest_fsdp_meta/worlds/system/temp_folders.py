@@ -1,13 +1,12 @@
 """Temporary folders of this process, and the disk that they are on.
 
-They are named so that the fork server can remove them when this process was killed. A full disk is described, and the
-output of ranks is kept from filling it.
+They are named so that the fork server can remove them when this process was killed. The output of ranks is kept from
+filling the disk.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import glob
 import os
 import secrets
@@ -17,11 +16,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-MIN_FREE_BYTES = 2**20
-"""A disk with less free space is described as full."""
-MIN_FREE_FILES = 8
-"""A disk with room for fewer files is described as full."""
 MAX_OUTPUT = 64 * 2**20
 """Bytes on the disk above which the older part of a rank's output is discarded."""
 KEPT_OUTPUT = 2**20
@@ -55,35 +49,6 @@ def remove(pattern: str) -> None:
     """Remove the folders that match the pattern."""
     for folder in glob.glob(pattern):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def describe_full_disk(folder: Path | str, error: BaseException, text: str = "") -> str:
-    """Return the line to show for an error about a full disk, if the disk of ``folder`` is full; else "".
-
-    ``text`` is the message of an error that a C++ library may have raised, which has no errno.
-    """
-    is_about_disk = error.errno in DISK_FULL if isinstance(error, OSError) else "No space left on device" in text
-    if not is_about_disk:
-        return ""
-    try:
-        left = _describe_shortage(folder)
-    except OSError:
-        return ""
-    # A world's own folder means nothing to the user; its parent is TMPDIR, which the user can change.
-    shown = Path(folder).parent if Path(folder).name.startswith("fsdp-") else folder
-    return left and (
-        f"the disk of {shown} is full ({left}); ranks and pytest exchange messages there; free some space, or set "
-        "TMPDIR to a folder on another disk"
-    )
-
-
-def _describe_shortage(folder: Path | str) -> str:
-    """Return what is left of the free space or of the inodes, whichever has run out; "" if neither has."""
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < MIN_FREE_BYTES:
-        return f"{free // 1024} KiB left"
-    return f"room for {disk.f_favail} more files" if disk.f_files and disk.f_favail < MIN_FREE_FILES else ""
 
 
 def bound_output(path: Path) -> None:
