@@ -65,7 +65,7 @@ def summarise_run(report: Report, comparison: Comparison | None = None, problem:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
     parts = (
         *_head(report),
-        *_failures(report, comparison),
+        *_failures(report),
         *_unsettled(report),
         *_comparison(comparison, problem),
         *_lists(describe_history(report)),
@@ -120,8 +120,8 @@ def _world(loader: LoaderRecord) -> str:
     return escaped(str(loader.world)) if loader.world.size else ""
 
 
-def _failures(report: Report, comparison: Comparison | None) -> Iterator[str]:
-    stories = with_starts(stories_of(report.loaders), report, comparison)
+def _failures(report: Report) -> Iterator[str]:
+    stories = with_starts(stories_of(report.loaders), report)
     for kind, headline in HEADLINES.items():
         same = [story for story in stories if story.kind == kind]
         if same:

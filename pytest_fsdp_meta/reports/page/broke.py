@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.checks import CheckView, Line, as_line
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.schema import FindingRecord
@@ -54,10 +53,10 @@ class Card:
         return sum(value.findings for value in self.values[MOST_VALUES:])
 
 
-def make_cards(page: PageView, comparison: Comparison | None) -> list[Card]:
+def make_cards(page: PageView) -> list[Card]:
     """Return the cards of a page, in the terminal's order."""
     views = {id(loader.record): loader for loader in page.loaders}
-    stories = with_starts(stories_of(page.report.loaders), page.report, comparison)
+    stories = with_starts(stories_of(page.report.loaders), page.report)
     return [Card(story, tuple(_values(story, views)), tuple(_chips(story, views))) for story in stories]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.charts import describe_bytes, describe_loss
@@ -64,12 +64,12 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
         .render(
             page=page,
             report=report,
-            cards=make_cards(page, comparison),
+            cards=make_cards(page),
             comparison_problem=problem,
             comparison=comparison
             and {
                 "before": comparison.before.header,
-                "changes": describe_changes(comparison),
+                "changes": comparison.describe_numbers() or "no changes",
                 "kinds": [(mark_of(kind), kind, *texts) for kind, *texts in describe_comparison(comparison)],
             },
             history_lists=list(describe_history(report)),
