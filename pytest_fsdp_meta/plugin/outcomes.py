@@ -226,8 +226,8 @@ def user_properties(context: ItemContext) -> list[tuple[str, object]]:
     """Return user properties; pytest writes each as a property of the test case in JUnit XML."""
     record = context.check
     return [
-        ("fsdp_loader", context.loader),
-        ("fsdp_world", str(context.world)),
+        ("fsdp_loader", context.loader.loader),
+        ("fsdp_world", str(context.loader.world)),
         ("fsdp_check", record.check),
         ("fsdp_status", record.status),
         *([("fsdp_skip", record.skip)] if record.skip else []),
