@@ -24,10 +24,10 @@ from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.reports.evenness import evenness_of
-from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
 from pytest_fsdp_meta.reports.sizes import sizes_of
+from pytest_fsdp_meta.reports.story import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.summary import notes_on, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.text import did_you_mean, first_line, without_occasion

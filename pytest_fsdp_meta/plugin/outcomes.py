@@ -12,9 +12,9 @@ from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import from_plain
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
 from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, UNSETTLED, CheckRecord
+from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.summary import record_findings
 from pytest_fsdp_meta.reports.terminal import (
     complete_kinds,

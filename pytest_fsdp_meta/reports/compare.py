@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.history import describe_moment, name_of, repeated_in, run_of
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
@@ -19,6 +18,7 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     is_bad,
 )
+from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
 

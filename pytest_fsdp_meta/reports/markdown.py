@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
-from pytest_fsdp_meta.reports.failures import is_crashed
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, UNSETTLED, LoaderRecord, Report, count_kinds, how_many, is_bad
@@ -21,11 +20,12 @@ from pytest_fsdp_meta.reports.story import (
     UNEXPECTED_PASS,
     Story,
     describe_reasons,
+    is_crashed,
     stories_of,
     with_starts,
 )
 from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
-from pytest_fsdp_meta.text import first_of, printable
+from pytest_fsdp_meta.text import printable
 
 COLUMNS = ("passed", "differs", "partly checked", "failed", "error")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"
@@ -55,8 +55,6 @@ HEADLINES = {
 """Kind of a failure -> the headline of its list."""
 IN_FAILURES = ("failures", "changed", "known", "broken")
 """Kinds of changes and of history that the list of failures has already, each with its start."""
-MOST_NAMED = 10
-"""Loaders named for one failure."""
 MOST_ROWS = 200
 """Rows of the table; GitHub truncates a page at 1 MiB."""
 
@@ -136,23 +134,16 @@ def _failures(report: Report) -> Iterator[str]:
 def _describe_story(story: Story) -> Iterator[str]:
     """Yield the cause and the remedy, and a line for each check that failed, with all loaders where it failed alike."""
     since = f" ({escaped(story.since)})" if story.since else ""
+    places = story.describe_places()
     if story.kind == CRASH:
-        loaders = [place.loader.loader for place in story.places]
-        yield f"* {escaped(story.cause)}: {escaped(first_of(loaders, MOST_NAMED))}{since}"
+        yield f"* {escaped(story.cause)}: {escaped(places[0])}{since}"
         return
     subject = f"**{escaped(story.subject)}**, {'likely cause: ' if story.cause else ''}" if story.subject else ""
     yield f"* {subject}{escaped(story.headline)}{since}"
     yield from (f"  * where it starts: {escaped(origin)}" for origin in story.starts)
     if story.remedy:
         yield f"  * remedy: {escaped(story.remedy)}"
-    alike: dict[tuple[str, str], list[str]] = {}
-    for place in story.places:
-        checks = first_of([check.check for check in place.checks])
-        alike.setdefault((checks, f": {place.found}" if place.found else ""), []).append(place.loader.loader)
-    lines = [f"{checks} in {first_of(where, MOST_NAMED)}{found}" for (checks, found), where in alike.items()]
-    yield from (f"  * {escaped(line)}" for line in lines[:MOST_LINES])
-    if len(lines) > MOST_LINES:
-        yield f"  * and {len(lines) - MOST_LINES} more"
+    yield from (f"  * {escaped(line)}" for line in shorten_list(places))
 
 
 def _unsettled(report: Report) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_fsdp_meta.reports.compare import Comparison
-from pytest_fsdp_meta.reports.failures import describe_failures
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -16,6 +15,7 @@ from pytest_fsdp_meta.reports.schema import (
     describe_count,
     how_many,
 )
+from pytest_fsdp_meta.reports.story import describe_failures
 from pytest_fsdp_meta.text import counted
 
 IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)

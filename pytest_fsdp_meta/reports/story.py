@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
 from pytest_fsdp_meta.reports.history import describe_moment, run_of, starts_of, time_of
-from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, FindingRecord, LoaderRecord, Report
+from pytest_fsdp_meta.reports.schema import (
+    FAILED,
+    CheckRecord,
+    FindingRecord,
+    LoaderRecord,
+    Report,
+    count_kinds,
+    is_bad,
+)
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
 from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers, without_occasion
 
+REMOVE = "remove it from xfail"
 CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
 MOST_STARTS = 2
 """Places named for one cause, where it starts."""
+MOST_LOADERS = 10
+"""Loaders named for one failure."""
 MOST_NAMED = 6
 """Checks, and loaders, named for one reason."""
 
@@ -30,11 +40,6 @@ class Place:
     def check(self) -> CheckRecord | None:
         """The first of the checks; None if the loader crashed before any was planned."""
         return self.checks[0] if self.checks else None
-
-    @property
-    def found(self) -> str:
-        """The findings of the first tensors, and how many more there are; "" without findings."""
-        return describe_findings(self.findings, self.kinds) if self.findings else ""
 
     @property
     def kinds(self) -> Kinds:
@@ -91,6 +96,15 @@ class Story:
         """A command that runs the first of the checks again; "" if none is known."""
         return next((check.again for place in self.places for check in place.checks if check.again), "")
 
+    def describe_places(self, with_detail: bool = True) -> list[str]:
+        """Return a line such as "CHECK in LOADERS: FINDINGS" for each check, with all loaders where it failed alike."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for place in self.places:
+            checks = f"{first_of([check.check for check in place.checks])} in " if self.kind != CRASH else ""
+            found = f": {describe_findings(place.findings, place.kinds, with_detail)}" if place.findings else ""
+            alike.setdefault((checks, found), []).append(place.loader.loader)
+        return [f"{checks}{first_of(where, MOST_LOADERS)}{found}" for (checks, found), where in alike.items()]
+
     @property
     def subject(self) -> str:
         """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
@@ -109,6 +123,52 @@ class Story:
         if self.cause or first is None:
             return self.cause
         return f"{first.check}: no cause is known"
+
+
+def is_crashed(loader: LoaderRecord) -> bool:
+    """Return whether the loader crashed, so that all its errors are one."""
+    return bool(loader.error)
+
+
+def is_failing(loader: LoaderRecord) -> bool:
+    """Return whether the loader crashed or has a failure of any kind."""
+    return is_crashed(loader) or is_bad([loader])
+
+
+def explain_pass(reason: str, check: str = "") -> str:
+    """Return what an unexpected pass means, with the check as its subject; ``reason`` is that of the expectation."""
+    return f"{check} passes, but xfail expects it to fail ({reason})".lstrip()
+
+
+def _errors_by_reason(loader: LoaderRecord) -> dict[str, list[CheckRecord]]:
+    """Return reason -> the checks with this error. Most often all checks of a loader share one reason."""
+    reasons: dict[str, list[CheckRecord]] = {}
+    for check in loader.checks:
+        if check.status == "error" and not check.findings:
+            reasons.setdefault(check.reason, []).append(check)
+    return reasons
+
+
+def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
+    """Return a text such as "3 loaders crashed, 6 checks failed, 1 unexpected pass"; empty if nothing needs a fix.
+
+    A crash is one failure of its loader, and an error that several checks of a loader share is one error, as in
+    pytest's own summary. ``missing`` loaders are those that an earlier run had.
+    """
+    others = [loader for loader in loaders if not is_crashed(loader)]
+    with_findings = [check for one in others for check in one.checks if check.status == "error" and check.findings]
+    errors = sum(len(_errors_by_reason(loader)) for loader in others) + len(with_findings)
+    counts = count_kinds(loaders)
+    crashed = len(loaders) - len(others)
+    texts = (
+        (crashed, f"{counted(crashed, 'loader')} crashed"),
+        (counts["failed"], f"{counted(counts['failed'], 'check')} failed"),
+        (errors, counted(errors, "error")),
+        (counts["xpassed"], counted(counts["xpassed"], "unexpected pass")),
+        (counts["not run"], f"{counts['not run']} not run"),
+        (missing, f"{counted(missing, 'loader')} missing"),
+    )
+    return ", ".join(text for number, text in texts if number)
 
 
 def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
@@ -130,7 +190,7 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
                 add(FINDING, cause, remedy, Place(loader, (check,), tuple(found)))
     for loader in loaders:
         if not is_crashed(loader):
-            for reason, checks in errors_by_reason(loader).items():
+            for reason, checks in _errors_by_reason(loader).items():
                 add(ERROR, reason, "", Place(loader, tuple(checks)))
     for loader in loaders:
         for check in loader.checks:

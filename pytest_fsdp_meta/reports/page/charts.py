@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import ceil, floor, inf, isfinite, log2, log10
 
 from pytest_fsdp_meta.reports.schema import Curves, Summary
+from pytest_fsdp_meta.text import as_bytes
 
 FLOOR = 1e-9
 """Relative differences are drawn on a log scale, and equal losses at this height."""
@@ -176,7 +177,7 @@ def bytes_axis(label: str, largest: float) -> Axis:
     """Return an axis from zero, with a power of two between its ticks."""
     high = largest * 1.05 or 1.0
     apart = 2.0 ** max(0, ceil(log2(high / (MOST_TICKS - 1))))
-    return Axis(label, 0, high, _ticks(0, high, apart), lambda size: describe_bytes(round(size)))
+    return Axis(label, 0, high, _ticks(0, high, apart), lambda size: as_bytes(round(size)))
 
 
 def log_axis(label: str, low: float, high: float, write: Callable[[float], str]) -> Axis:
@@ -195,18 +196,6 @@ def _round_step(extent: float) -> float:
 
 def _ticks(low: float, high: float, apart: float) -> tuple[float, ...]:
     return tuple(number * apart for number in range(ceil(low / apart), floor(high / apart) + 1))
-
-
-def describe_bytes(size: int | None) -> str:
-    """Return a text such as "1.5 MiB"."""
-    if size is None:
-        return "unknown"
-    value, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5:  # larger values would be rounded to 1024
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 @dataclass(frozen=True)
