@@ -12,7 +12,7 @@ import pytest
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.outcome import decide_outcome
@@ -71,7 +71,17 @@ class Comparer:
         ``is_selected`` says whether the run was asked for a loader.
         """
         self._now = report
-        self.comparison = self._timeline.compare(report, is_selected, self._is_allowed)
+        timeline = self._timeline
+        if timeline.before is not None:
+            allowed = self._allowed
+            self.comparison = compare(
+                timeline.before,
+                report,
+                is_selected,
+                lambda loader: any(loader == one or fnmatchcase(loader, one) for one in allowed),
+                timeline.which,
+                timeline.notes,
+            )
         if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return status
         bad = status != pytest.ExitCode.OK
@@ -79,9 +89,6 @@ class Comparer:
             bad = bool(others) or self.comparison.fails(self._fail_on)
         self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
-
-    def _is_allowed(self, loader: str) -> bool:
-        return any(loader == pattern or fnmatchcase(loader, pattern) for pattern in self._allowed)
 
     def lines(self, exit_status: int | None) -> Iterator[Line]:
         """Yield the lines of the section in the terminal; the last says whether the run passes."""

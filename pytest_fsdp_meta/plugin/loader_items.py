@@ -132,7 +132,7 @@ class LoaderItem(RanksItem, pytest.Function):
         if by_mark and not found:
             report.outcome = "failed"
             del report.wasxfail
-        if outcomes.decides_status(report):
+        if report.outcome in outcomes.DECIDING_OUTCOMES[report.when or ""]:
             self._attach(report, raised)
         super().complete_report(call, report)
         line = self.outcome.line if self.outcome is not None else None

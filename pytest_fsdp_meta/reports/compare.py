@@ -143,7 +143,7 @@ def compare(
     is_selected: Callable[[str], bool] = lambda loader: True,
     is_allowed: Callable[[str], bool] = lambda loader: False,
     which: str = "",
-    left_out: tuple[str, ...] = (),
+    left_out: Iterable[str] = (),
 ) -> Comparison:
     """Compare two reports. Loaders are identified by node id, and changes are in the order of ``now``.
 

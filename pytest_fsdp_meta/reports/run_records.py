@@ -112,9 +112,4 @@ def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
     Only a pass or a difference becomes an error: findings and reasons that are already known stay.
     """
     status = "error" if check.status in (*PASSED, "differs", "not run") else check.status
-    return replace(check, status=status, reason=join_reasons(check.reason, error))
-
-
-def join_reasons(reason: str, later: str) -> str:
-    """Return both reasons as one line."""
-    return "; and then ".join(filter(None, [reason, later]))
+    return replace(check, status=status, reason="; and then ".join(filter(None, [check.reason, error])))

@@ -10,7 +10,6 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     STEPPING,
     ModuleTraffic,
     PhasePeak,
-    RankSize,
     SimulatedSize,
     SimulatedStep,
     Traffic,
@@ -173,11 +172,9 @@ def size_view(sizes: Sequence[SimulatedSize], world: WorldFacts) -> Sizes | None
 def sizes_of(evidence: Evidence) -> tuple[SimulatedSize, ...]:
     """Return the simulated sizes without the groups of parameters, whose names would be most of a report."""
     return tuple(
-        replace(size, ranks=tuple(rank if rank.step is None else _without_groups(rank) for rank in size.ranks))
+        replace(
+            size,
+            ranks=tuple(replace(rank, step=rank.step and replace(rank.step, groups=())) for rank in size.ranks),
+        )
         for size in evidence.simulation or ()
     )
-
-
-def _without_groups(rank: RankSize) -> RankSize:
-    assert rank.step is not None
-    return replace(rank, step=replace(rank.step, groups=()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 
-from pytest_fsdp_meta.reports.compare import Comparison, compare
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
     UNKNOWN_TIME,
@@ -32,33 +32,24 @@ AHEAD = timedelta(hours=1)
 """How far the clocks of two machines may differ."""
 
 
+@dataclass
 class Timeline:
     """Earlier runs, and the one of them with which a run is compared. The losses are all that it needs of summaries."""
 
-    def __init__(
-        self,
-        past: Iterable[Report] = (),
-        before: Report | None = None,
-        which: str = "",
-        notes: Sequence[str] = (),
-        problem: str = "",
-    ) -> None:
-        self.past, self.before, self.which = tuple(past), before, which
-        self.notes = tuple(notes)
-        """One line for each file that was left out."""
-        self.problem = problem
-        """Why there is nothing to compare with."""
-        self._repeated = repeated_in(*self.past)
-        self._histories: dict[frozenset[str], History] = {}
-        """Loaders that ran in several worlds, here or in earlier runs -> what is known from earlier runs."""
+    past: Sequence[Report] = ()
+    before: Report | None = None
+    which: str = ""
+    """Which of several runs ``before`` is."""
+    notes: Sequence[str] = ()
+    """One line for each file that was left out."""
+    problem: str = ""
+    """Why there is nothing to compare with."""
+    _histories: dict[frozenset[str], History] = field(default_factory=dict, init=False)
+    """Loaders that ran in several worlds, here or in earlier runs -> what is known from earlier runs."""
 
-    def compare(
-        self, now: Report, is_selected: Callable[[str], bool], is_allowed: Callable[[str], bool]
-    ) -> Comparison | None:
-        """Compare the run with the earlier one, as ``compare`` does; None without one."""
-        if self.before is None:
-            return None
-        return compare(self.before, now, is_selected, is_allowed, self.which, self.notes)
+    @cached_property
+    def _repeated(self) -> frozenset[str]:
+        return repeated_in(*self.past)
 
     def add_to(self, now: Report) -> Report:
         """Return the report with the history of each check, from earlier reports and from the histories in them."""

@@ -53,7 +53,7 @@ HOSTILE = (
 
 def with_history(now: Report, earlier: Iterable[Report]) -> Report:
     """Return the report with the history of each check in these earlier ones."""
-    return Timeline(earlier).add_to(now)
+    return Timeline(tuple(earlier)).add_to(now)
 
 
 def header(**facts: object) -> Header:

@@ -261,7 +261,7 @@ def test_findings_by_cause():
         finding("layers.0.weight", 2, cause="a"),
         finding(None, cause="a"),
     ]
-    first, second = CheckView("", check("grad_parity", "failed", found), "", "").causes
+    first, second = CheckView("", check("grad_parity", "failed", found), "").causes
     assert (first[0], *second[:2]) == ("a", "b", "do")
     assert [(line.folded, line.ranks) for line in first[2]] == [
         (("layers.{0..1}.weight",), (0, 1)),

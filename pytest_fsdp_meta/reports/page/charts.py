@@ -200,8 +200,9 @@ def _ticks(low: float, high: float, apart: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LossRow:
-    """One training step in the table; None where there is no reference."""
+    """One training step, from 1; None where there is no reference."""
 
+    step: int
     mean: float
     reference: float | None
     difference: float | None
@@ -229,7 +230,7 @@ class LossChart:
     @property
     def off(self) -> tuple[int, ...]:
         """The steps, from 1, whose loss differs by more than the tolerance."""
-        return tuple(step for step, row in enumerate(self.rows, 1) if row.is_off)
+        return tuple(row.step for row in self.rows if row.is_off)
 
 
 def loss_chart(losses: Curves) -> LossChart:
@@ -241,10 +242,9 @@ def loss_chart(losses: Curves) -> LossChart:
 
 
 def _plot_differences(rows: Sequence[LossRow]) -> Plot:
-    difference = Line(
-        "difference", "main", [(step, _drawn(row.difference)) for step, row in _steps(rows)], has_dots=True
-    )
-    allowed = Line("allowed", "allowed", [(step, _positive(row.allowed)) for step, row in _steps(rows)])
+    difference = Line("difference", "main", [(row.step, _drawn(row.difference)) for row in rows], has_dots=True)
+    limits = ((row.step, row.allowed) for row in rows)
+    allowed = Line("allowed", "allowed", [(step, y if y is not None and 0 < y < inf else None) for step, y in limits])
     known = [value for _, value in (*difference.points, *allowed.points) if value is not None]
     low, high = min([1e-7, *known]) / 2, max([1e-4, *known]) * 3
     has_band = any(value is not None for _, value in allowed.points)
@@ -254,7 +254,7 @@ def _plot_differences(rows: Sequence[LossRow]) -> Plot:
         (difference, allowed) if has_band else (difference,),
         _lost(rows),
         allowed if has_band else None,
-        frozenset(step for step, row in _steps(rows) if row.is_off),
+        frozenset(row.step for row in rows if row.is_off),
     )
 
 
@@ -285,13 +285,9 @@ def plot_memory(summary: Summary) -> Plot | None:
     )
 
 
-def _steps(rows: Sequence[LossRow]) -> list[tuple[int, LossRow]]:
-    return list(enumerate(rows, 1))
-
-
 def _lost(rows: Sequence[LossRow]) -> tuple[int, ...]:
     """Return the steps, from 1, whose loss is NaN or infinite on the ranks or in the reference."""
-    return tuple(step for step, row in _steps(rows) if not _is_finite(row))
+    return tuple(row.step for row in rows if not isfinite(row.mean) or not isfinite(row.reference or 0.0))
 
 
 def _row(losses: Curves, step: int, largest: float) -> LossRow:
@@ -300,24 +296,16 @@ def _row(losses: Curves, step: int, largest: float) -> LossRow:
     if reference is not None:
         difference = abs(mean - reference) / largest if isfinite(mean) and isfinite(reference) else float("inf")
     allowed = _at(losses.tolerance, step)
-    return LossRow(mean, reference, difference, allowed, tuple(_at(one, step) for one in losses.ranks))
+    return LossRow(step + 1, mean, reference, difference, allowed, tuple(_at(one, step) for one in losses.ranks))
 
 
 def _at(values: Sequence[float], step: int) -> float | None:
     return values[step] if step < len(values) else None
 
 
-def _is_finite(row: LossRow) -> bool:
-    return isfinite(row.mean) and (row.reference is None or isfinite(row.reference))
-
-
 def _drawn(difference: float | None) -> float | None:
     """Return a difference for a log scale; None, which is a gap, where it is not finite or unknown."""
     return max(difference, FLOOR) if difference is not None and isfinite(difference) else None
-
-
-def _positive(value: float | None) -> float | None:
-    return value if value is not None and 0 < value < inf else None
 
 
 def _finite(values: Sequence[float]) -> list[tuple[float, float | None]]:

@@ -143,7 +143,6 @@ class CheckView:
     anchor: str
     record: CheckRecord
     promise: str
-    family: str
     history: HistoryView | None = None
 
     @property

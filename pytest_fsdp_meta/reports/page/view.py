@@ -378,7 +378,7 @@ def _checks(
         part = one.check if ANCHOR.fullmatch(one.check) else str(index)
         column = known[one.check]
         history = history_view(one, report)
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family, history)
+        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, history)
     return checks
 
 
