@@ -12,18 +12,7 @@ from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, de
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, UNSETTLED, LoaderRecord, Report, count_kinds, how_many, is_bad
-from pytest_fsdp_meta.reports.story import (
-    CRASH,
-    ERROR,
-    FINDING,
-    STRICT,
-    UNEXPECTED_PASS,
-    Story,
-    describe_reasons,
-    is_crashed,
-    stories_of,
-    with_starts,
-)
+from pytest_fsdp_meta.reports.story import CRASH, KINDS, Story, describe_reasons, is_crashed, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
 from pytest_fsdp_meta.text import printable
 
@@ -45,14 +34,6 @@ HEADS = {
 }
 """State of a run -> the sign of its headline."""
 MARKS = {"worse": "❌", "better": "✅", "neutral": "ℹ️"}  # noqa: RUF001  (the sign is meant)
-HEADLINES = {
-    CRASH: "Crashed",
-    FINDING: "Failed",
-    ERROR: "Errors",
-    STRICT: "Failed because of --fsdp-strict",
-    UNEXPECTED_PASS: "Passed unexpectedly",
-}
-"""Kind of a failure -> the headline of its list."""
 IN_FAILURES = ("failures", "changed", "known", "broken")
 """Kinds of changes and of history that the list of failures has already, each with its start."""
 MOST_ROWS = 200
@@ -120,7 +101,7 @@ def _world(loader: LoaderRecord) -> str:
 
 def _failures(report: Report) -> Iterator[str]:
     stories = with_starts(stories_of(report.loaders), report)
-    for kind, headline in HEADLINES.items():
+    for kind, (headline, *_) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         if same:
             yield from [f"**{headline}**", ""]

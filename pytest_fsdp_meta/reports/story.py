@@ -20,6 +20,14 @@ from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers,
 
 REMOVE = "remove it from xfail"
 CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
+KINDS = {
+    CRASH: ("Crashed", "crash", "crash"),
+    FINDING: ("Failed", "likely cause", "cause"),
+    ERROR: ("Errors", "error", "error"),
+    STRICT: ("Failed because of --fsdp-strict", "failed", "failure"),
+    UNEXPECTED_PASS: ("Passed unexpectedly", "unexpected pass", "unexpected pass"),
+}
+"""Kind of a story -> the headline of its list, what stands before its cause, and the noun for several of them."""
 MOST_STARTS = 2
 """Places named for one cause, where it starts."""
 MOST_LOADERS = 10
@@ -53,7 +61,7 @@ class Story:
 
     number: int
     kind: str
-    """One of ``CRASH``, ``FINDING``, ``ERROR``, ``STRICT`` (failed without findings) and ``UNEXPECTED_PASS``."""
+    """One of ``KINDS``; ``STRICT`` is a failure without findings."""
     cause: str
     """The likely cause of findings; the reason of a crash, an error or an expectation."""
     remedy: str

@@ -19,11 +19,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import (
-    CRASH,
-    ERROR,
-    FINDING,
-    STRICT,
-    UNEXPECTED_PASS,
+    KINDS,
     Story,
     describe_failures,
     describe_reasons,
@@ -62,14 +58,6 @@ ACTIVITIES = {
 MOST_ACTIVITIES = 3
 """Activities named in the line of a loader."""
 MOST_CAUSES = 20
-LABELS = {
-    CRASH: ("crash", "crash"),
-    FINDING: ("likely cause", "cause"),
-    ERROR: ("error", "error"),
-    STRICT: ("failed", "failure"),
-    UNEXPECTED_PASS: ("unexpected pass", "unexpected pass"),
-}
-"""Kind of a failure -> what stands before its cause, and the noun for several of them."""
 NOTES = {
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
     "random, in the reference and in its checkpoint",
@@ -160,7 +148,7 @@ def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterato
         (line,) = alone.describe_places(with_detail=False)
         yield f"failed: {printable(line)}", {}
         return
-    for kind, (label, noun) in LABELS.items():
+    for kind, (_, label, noun) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         for story in same[:MOST_CAUSES]:
             yield from _describe_story(f"{story.number}. {label}: " if story.cause else f"{story.number}. ", story)
