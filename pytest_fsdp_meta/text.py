@@ -129,7 +129,7 @@ def as_bytes(number: int) -> str:
     """Format a number of bytes in binary units, like "15.0 GiB"."""
     size, unit = float(number), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
+        if round(size) < 1024:
             break
         size, unit = size / 1024, larger
     digits = ".0f" if size >= 1000 else ".3g"  # 1010 GiB, not 1.01e+03

@@ -12,13 +12,13 @@ import pytest
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
-from pytest_fsdp_meta.reports.earlier import read_earlier
-from pytest_fsdp_meta.reports.history import Timeline, describe_history
+from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.outcome import decide_outcome
 from pytest_fsdp_meta.reports.schema import Outcome, Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
+from pytest_fsdp_meta.reports.timeline import Timeline, read_timeline
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
 
 MARKUP = {"worse": RED, "better": GREEN, "neutral": YELLOW}
@@ -41,7 +41,7 @@ class Comparer:
         self.is_requested = bool(settings.compare)
         if settings.compare:
             try:
-                self._timeline = read_earlier(settings.compare, datetime.now(timezone.utc))
+                self._timeline = read_timeline(settings.compare, datetime.now(timezone.utc))
             except ValueError as error:
                 raise pytest.UsageError(f"--fsdp-compare: {error}") from None
         self._outcome: Outcome | None = None
@@ -53,8 +53,8 @@ class Comparer:
 
     def add_earlier(self, report: Report) -> Report:
         """Return the report with what is known from the earlier runs: history, missing loaders, and the outcome."""
-        is_failure = self.comparison is not None and self._fail_on != "failure"
-        missing = self.comparison.missing if self.comparison is not None and is_failure else ()
+        changes = self.comparison.changes if self.comparison is not None and self._fail_on != "failure" else {}
+        missing = tuple(map(str, changes.get("missing", ())))
         return replace(self._timeline.add_to(report), missing=missing, outcome=self._outcome_for(report.exit_status))
 
     def _outcome_for(self, exit_status: int | None) -> Outcome | None:
@@ -71,7 +71,17 @@ class Comparer:
         ``is_selected`` says whether the run was asked for a loader.
         """
         self._now = report
-        self.comparison = self._timeline.compare(report, is_selected, self._is_allowed)
+        timeline = self._timeline
+        if timeline.before is not None:
+            allowed = self._allowed
+            self.comparison = compare(
+                timeline.before,
+                report,
+                is_selected,
+                lambda loader: any(loader == one or fnmatchcase(loader, one) for one in allowed),
+                timeline.which,
+                timeline.notes,
+            )
         if self._fail_on == "failure" or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return status
         bad = status != pytest.ExitCode.OK
@@ -79,9 +89,6 @@ class Comparer:
             bad = bool(others) or self.comparison.fails(self._fail_on)
         self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
-
-    def _is_allowed(self, loader: str) -> bool:
-        return any(loader == pattern or fnmatchcase(loader, pattern) for pattern in self._allowed)
 
     def lines(self, exit_status: int | None) -> Iterator[Line]:
         """Yield the lines of the section in the terminal; the last says whether the run passes."""

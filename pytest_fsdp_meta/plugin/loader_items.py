@@ -24,10 +24,10 @@ from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.settings import runs_nothing
 from pytest_fsdp_meta.reports.evenness import evenness_of
-from pytest_fsdp_meta.reports.failures import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
-from pytest_fsdp_meta.reports.schema import CheckRecord
+from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
 from pytest_fsdp_meta.reports.sizes import sizes_of
+from pytest_fsdp_meta.reports.story import REMOVE, explain_pass
 from pytest_fsdp_meta.reports.summary import notes_on, summarise
 from pytest_fsdp_meta.reports.terminal import describe_error
 from pytest_fsdp_meta.text import did_you_mean, first_line, without_occasion
@@ -132,7 +132,7 @@ class LoaderItem(RanksItem, pytest.Function):
         if by_mark and not found:
             report.outcome = "failed"
             del report.wasxfail
-        if outcomes.decides_status(report):
+        if report.outcome in outcomes.DECIDING_OUTCOMES[report.when or ""]:
             self._attach(report, raised)
         super().complete_report(call, report)
         line = self.outcome.line if self.outcome is not None else None
@@ -168,27 +168,27 @@ class LoaderItem(RanksItem, pytest.Function):
 
     def _add_loader_results(self, context: ItemContext) -> ItemContext:
         """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
-        evidence = (self._example or self.loader.run).evidence
-        latest = evidence or context.error
+        run, loader, problem = self._example or self.loader.run, context.loader, ""
+        latest = run.evidence or loader.error
         if not latest or self.loader.attached is latest:
-            return replace(context, error="", seconds={})
-        self.loader.attached = latest
-        if evidence is None:
             return context
+        self.loader.attached = latest
+        loader = replace(loader, seconds=run.seconds)
+        if (evidence := run.evidence) is None:
+            return replace(context, loader=loader, describes_loader=True)
         if evidence.world.simulated:
-            context = replace(context, sizes=sizes_of(evidence))
+            loader = replace(loader, sizes=sizes_of(evidence))
         else:
             evenness = evenness_of(evidence.world, evidence.inventory, evidence.training)
-            context = replace(context, evenness=evenness, notes=notes_on(evidence))
-        if not self.plugin.settings.report:
-            return context
-        file, problem = "", ""
-        if self._example is None:  # which is about one choice of arguments, not about the loader
-            try:
-                file = self._store_evidence(context.loader, evidence)
-            except OSError as error:
-                problem = f"the evidence of {context.loader} was not stored: {error}"
-        return replace(context, evidence=file, problem=problem, summary=summarise(evidence))
+            loader = replace(loader, evenness=evenness, notes=notes_on(evidence))
+        if self.plugin.settings.report:
+            loader = replace(loader, summary=summarise(evidence))
+            if self._example is None:  # which is about one choice of arguments, not about the loader
+                try:
+                    loader = replace(loader, evidence=self._store_evidence(loader.loader, evidence))
+                except OSError as error:
+                    problem = f"the evidence of {loader.loader} was not stored: {error}"
+        return replace(context, loader=loader, problem=problem, describes_loader=True)
 
     def _store_evidence(self, loader: str, evidence: Evidence) -> str:
         """Write the evidence and return its file, relative to the report. Raises OSError."""
@@ -240,23 +240,20 @@ class LoaderItem(RanksItem, pytest.Function):
         """Return the item as it is reported before it has run."""
         return ItemContext(
             key=self.loader.name,
-            loader=self.loader.name,
+            loader=LoaderRecord(self.loader.name, world_facts(self.world), (), loads=self.loader.loads),
             check=CheckRecord(self.check, "not run", self.nodeid),
-            world=world_facts(self.world),
             offered=self.spec.expected,
         )
 
     def context(self) -> ItemContext:
         """Return the item as it is reported afterwards, without the status of its check."""
         planned, run = self.planned(), self._example or self.loader.run
-        return replace(
-            planned,
-            check=replace(planned.check, again=self.rerun_command()),
-            world=run.evidence.world if run.evidence else planned.world,
+        loader = replace(
+            planned.loader,
+            world=run.evidence.world if run.evidence else planned.loader.world,
             error=run.failure.summary if run.failure and not run.failure.unanimous_outcome else "",
-            seconds=run.seconds,
-            loads=self.loader.loads,
         )
+        return replace(planned, loader=loader, check=replace(planned.check, again=self.rerun_command()))
 
     def _run_examples(self, run: LoaderRun, test: Callable[..., Any]) -> Outcome:
         """Return the outcome over all examples. All items of a loader draw the same examples; each is loaded once."""

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Verdict
+from pytest_fsdp_meta.catalogue import Finding, Verdict
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import from_plain
 from pytest_fsdp_meta.plugin.markers import ConformanceSpec
-from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.run_records import ItemContext
-from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, UNSETTLED, CheckRecord
-from pytest_fsdp_meta.reports.summary import record_findings
+from pytest_fsdp_meta.reports.schema import LETTERS, SKIPS, UNSETTLED, CheckRecord, FindingRecord
+from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.terminal import (
     complete_kinds,
     describe_error,
@@ -91,11 +90,6 @@ class Outcome:
         return self.verdict.why if self.verdict is not None else "by the test"
 
 
-def decides_status(report: pytest.TestReport) -> bool:
-    """Return whether this phase decides the status of the item."""
-    return report.outcome in DECIDING_OUTCOMES[report.when or ""]
-
-
 def status_of(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
     """Return pytest's category, letter and word for an item's report; None where those of pytest are right.
 
@@ -150,12 +144,16 @@ def check_record(
         nodeid=report.nodeid,
         reason=reason,
         detail=_shorten_detail(outcome.detail) if outcome is not None else "",
-        findings=record_findings(verdict) if verdict else (),
+        findings=tuple(map(_record_finding, verdict.findings)) if verdict else (),
         unjudged=verdict.unjudged if verdict else {},
         all_of=complete_kinds((one.tensor for one in verdict.findings if one.tensor), verdict.model) if verdict else {},
         missing_field=verdict.missing_field if verdict else "",
         place=_place_of(outcome, root),
     )
+
+
+def _record_finding(one: Finding) -> FindingRecord:
+    return FindingRecord(one.tensor, one.ranks, one.actual, one.expected, one.detail, one.cause, one.remedy, one.origin)
 
 
 def _place_of(outcome: Outcome | None, root: Path) -> str:
@@ -226,8 +224,8 @@ def user_properties(context: ItemContext) -> list[tuple[str, object]]:
     """Return user properties; pytest writes each as a property of the test case in JUnit XML."""
     record = context.check
     return [
-        ("fsdp_loader", context.loader),
-        ("fsdp_world", str(context.world)),
+        ("fsdp_loader", context.loader.loader),
+        ("fsdp_world", str(context.loader.world)),
         ("fsdp_check", record.check),
         ("fsdp_status", record.status),
         *([("fsdp_skip", record.skip)] if record.skip else []),

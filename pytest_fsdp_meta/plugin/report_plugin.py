@@ -26,7 +26,7 @@ from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
-from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, CheckRecord, Header, LoaderRecord, Report
+from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, UNKNOWN, CheckRecord, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError
@@ -157,7 +157,8 @@ class ReportPlugin:
         for nodeid in ids:
             if parts := split_node_id(nodeid, self._catalogue):
                 key, check = parts[0] + worker, parts[1]
-                self._records.plan(ItemContext(key, key, CheckRecord(check, "not run", nodeid + worker)))
+                loader = LoaderRecord(key, UNKNOWN, ())
+                self._records.plan(ItemContext(key, loader, CheckRecord(check, "not run", nodeid + worker)))
 
     def _worker_suffix(self, node: Any) -> str:
         """Return a suffix that distinguishes workers under ``--dist each``, where every worker runs every item."""
@@ -175,7 +176,8 @@ class ReportPlugin:
             in_record = context.check.status in FAILED
             self._failed_items += report.failed and in_record and not hasattr(report, "wasxfail")
             key = self._records.key_of(nodeid) or context.key + worker  # as planned: what was sent was made printable
-            self._records.add(replace(context, key=key, loader=context.loader + worker))
+            loader = replace(context.loader, loader=context.loader.loader + worker)
+            self._records.add(replace(context, key=key, loader=loader))
         elif report.when not in ("setup", "call", "teardown"):  # xdist reports the crash of a worker
             self._failed_items += self._records.add_crash(nodeid, first_line(str(report.longrepr))) in FAILED
         elif report.when == "call" or (report.when == "setup" and not report.passed):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.failures import explain_pass
+from pytest_fsdp_meta.reports.history import describe_moment, name_of, repeated_in, run_of
 from pytest_fsdp_meta.reports.schema import (
     FAILED,
     JUDGED,
@@ -19,6 +18,7 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     is_bad,
 )
+from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
 
@@ -30,13 +30,61 @@ DRIFT = 10.0
 """Losses are reported as drifted if they are this many times further from the reference than before, ..."""
 ROUNDING = 1e-6
 """... and further than this, relatively: float32 rounding differs from machine to machine."""
-MISSING = "removed or renamed on purpose? --fsdp-allow-missing accepts it"
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
-OF_CHECKS = ("failures", "differing", "no_longer_judged", "dependent", "expected", "fixed", "changed", "known")
-"""The fields of ``Comparison`` that are about checks; one check is in at most one of them."""
-FAILING_ANY = ("differing", "removed", "no_longer_judged", "dependent", "slower", "drifted")
-"""The fields that fail a run with ``--fsdp-fail-on=any``, beside loaders that are gone."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of change: its headline, its number in one line, and what it means for the run."""
+
+    headline: str
+    number: Callable[[int], str] = lambda number: ""
+    mark: str = "neutral"
+    """Or "worse" or "better"."""
+    fails: tuple[str, ...] = ()
+    """The values of ``--fsdp-fail-on`` for which such a change fails the run."""
+    hint: str = ""
+
+
+def _number(noun: str, rest: str = "") -> Callable[[int], str]:
+    return lambda number: counted(number, noun) + rest
+
+
+ALWAYS = ("regression", "any")
+MISSING = " (removed or renamed on purpose? --fsdp-allow-missing accepts it)"
+KINDS = {
+    # The check did not fail before, or fails on other tensors, or with another error. Every failure fails "any".
+    "failures": Kind("new failures", _number("new failure"), "worse", ("regression",)),
+    # The check differs now, and neither differed nor failed before.
+    "differing": Kind("new differences", _number("new difference"), "worse", ALWAYS),
+    # Loaders that only the earlier run has: nothing judges them any more.
+    "missing": Kind("missing loaders", _number("loader", " missing"), "worse", ALWAYS, MISSING),
+    # Judged before. The check might have failed in a new way.
+    "dependent": Kind(
+        "skipped because of a failed check", "{} skipped because of a failed check".format, "worse", ALWAYS
+    ),
+    # Perhaps on purpose, but the promise may be broken unnoticed.
+    "no_longer_judged": Kind("no longer judged", "{} no longer judged".format, fails=("any",)),
+    "fixed": Kind("fixed", "{} fixed".format, "better"),
+    # Failing in both runs: with other findings on the same tensors or on fewer, or with the same findings.
+    "changed": Kind("known failures, other findings", "{} known with other findings".format),
+    "known": Kind("known failures, same findings", "{} known".format),
+    "expected": Kind("xfailed now", "{} xfailed now".format),
+    "slower": Kind("slower loads", _number("slower load"), "worse", ("any",)),
+    "drifted": Kind(
+        "losses further from the reference", "{} with losses further from the reference".format, "worse", ("any",)
+    ),
+    "added": Kind("new in this run", "{} new".format),
+    "allowed": Kind("missing loaders that are allowed", _number("loader", " missing as allowed")),
+    # Loaders that this run was not asked for.
+    "unselected": Kind("not selected in this run", _number("loader", " not selected"), fails=("any",)),
+    "removed": Kind("checks that this version lacks", _number("check", " removed"), fails=("any",)),
+    "environment": Kind("environment changes"),
+    "caveats": Kind("limits of this comparison"),
+    "left_out": Kind("earlier reports left out"),
+}
+"""Every kind of change, in the order of lists and lines. A check has one change at most."""
 
 
 @dataclass(frozen=True)
@@ -48,64 +96,45 @@ class Change:
     before: CheckRecord | None
     now: CheckRecord | None
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Errors of a loader with the same reason are one change: most often it crashed."""
+        # What failed before and fails now is counted by what it is now.
+        record = self.now if self.now is not None and self.now.status in FAILED else self.before
+        is_error = record is not None and record.status == "error"
+        return self.loader, f"error: {record.reason}" if record is not None and is_error else self.check
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """The changes between two runs, by what they mean for the reader."""
+    """The changes from an earlier run, by kind."""
 
     before: Report
     now: Report
-    caveats: tuple[str, ...] = ()
-    """Why the two runs can only be compared in part."""
-    environment: tuple[str, ...] = ()
-    """Packages that were added, removed or have other versions."""
-    failures: tuple[Change, ...] = ()
-    """New failures: the check did not fail before, or fails on other tensors, or with another error."""
-    differing: tuple[Change, ...] = ()
-    """New differences: the check differs now, and neither differed nor failed before."""
-    no_longer_judged: tuple[Change, ...] = ()
-    """Judged before and not now, perhaps on purpose: the promise may be broken unnoticed."""
-    dependent: tuple[Change, ...] = ()
-    """Judged before, and now skipped because they depend on a failed check."""
-    expected: tuple[Change, ...] = ()
-    """Failing as expected now, and not before: xfail= was added."""
-    fixed: tuple[Change, ...] = ()
-    changed: tuple[Change, ...] = ()
-    """Failing in both runs, with other findings on the same tensors, or on fewer."""
-    known: tuple[Change, ...] = ()
-    """Failing in both runs with the same findings."""
-    slower: tuple[str, ...] = ()
-    """Loaders that take longer to load, with the seconds of both runs."""
-    drifted: tuple[str, ...] = ()
-    """Loaders whose losses are further from the reference, with the relative distance in both runs."""
-    added: tuple[str, ...] = ()
-    """Loaders and checks that the earlier run does not have."""
-    missing: tuple[str, ...] = ()
-    """Loaders that only the earlier run has: removed or renamed, so that nothing judges them any more."""
-    allowed: tuple[str, ...] = ()
-    """Missing loaders that ``--fsdp-allow-missing`` allows."""
-    unselected: tuple[str, ...] = ()
-    """Loaders of the earlier run that this one was not asked for."""
-    removed: tuple[str, ...] = ()
-    """Checks that only the earlier run has."""
+    changes: Mapping[str, tuple[Change | str, ...]]
+    """Key of ``KINDS`` -> its changes, or a line for each."""
     which: str = ""
     """Which of several earlier runs ``before`` is."""
-    left_out: tuple[str, ...] = ()
-    """Why files that were given as earlier reports were not read, one line each."""
 
-    def count(self, name: str) -> int:
-        """Return the number of changes in one of the fields. Errors of a loader with the same reason are one."""
-        changes = getattr(self, name)
-        return count_changes(changes) if name in OF_CHECKS else len(changes)
+    def count(self, *kinds: str) -> int:
+        """Return the number of changes of these kinds."""
+        changes = (change for kind in kinds for change in self.changes.get(kind, ()))
+        return len({change if isinstance(change, str) else change.identity for change in changes})
+
+    def describe_numbers(self, kinds: Iterable[str] = KINDS) -> str:
+        """Return how many changes of these kinds there are, such as "1 new failure, 2 fixed"."""
+        return ", ".join(filter(None, (KINDS[kind].number(self.count(kind)) for kind in kinds if self.count(kind))))
+
+    def failing(self, on: str) -> str:
+        """Return the changes for which the run fails with ``--fsdp-fail-on`` set to ``on``; "" for none."""
+        return self.describe_numbers(kind for kind, one in KINDS.items() if on in one.fails)
 
     def fails(self, on: str) -> bool:
         """Return whether the run fails with ``--fsdp-fail-on`` set to ``on``."""
         if on == "regression":
-            # A check that was not judged, or not even run, might have failed in a new way.
-            worse = self.failures or self.differing or self.missing or self.dependent
-            return bool(worse) or bool(count_kinds(self.now.loaders)["not run"])
-        is_changed = on == "any" and any(getattr(self, name) for name in ("missing", "unselected", *FAILING_ANY))
-        return is_changed or is_bad(self.now.loaders)
+            # A check that was not even run might have failed in a new way.
+            return bool(self.failing(on) or count_kinds(self.now.loaders)["not run"])
+        return bool(self.failing(on)) or is_bad(self.now.loaders)
 
 
 def compare(
@@ -114,64 +143,37 @@ def compare(
     is_selected: Callable[[str], bool] = lambda loader: True,
     is_allowed: Callable[[str], bool] = lambda loader: False,
     which: str = "",
-    left_out: tuple[str, ...] = (),
+    left_out: Iterable[str] = (),
 ) -> Comparison:
     """Compare two reports. Loaders are identified by node id, and changes are in the order of ``now``.
 
     Of a loader that ``now`` lacks, ``is_selected`` says whether the run was asked for it, and ``is_allowed`` whether it
-    may be missing. ``which`` and ``left_out`` are those of ``Comparison``.
+    may be missing. ``left_out`` says why files that were given as earlier reports were not read.
     """
     repeated = repeated_in(before, now)
     old, new = _by_name(before, repeated), _by_name(now, repeated)
-    changes: dict[str, list[Change]] = {}
-    for change in _pair_checks(old, new):
-        changes.setdefault(_classify(change), []).append(change)
-    changes.pop("", None)
-    gone = _gone(_without(old, new), old, is_selected, is_allowed)
-    same_hardware = before.header.hardware == now.header.hardware
     in_both = [(old[name], new[name]) for name in new if name in old]
-    return Comparison(
-        before,
-        now,
-        caveats=tuple(_caveats(before, now, in_both)),
-        environment=tuple(_environment_changes(before.header.versions, now.header.versions)),
-        slower=tuple(_slower_loads(in_both)) if same_hardware else (),
-        drifted=tuple(_drifted_losses(in_both)),
-        added=(*_without(new, old), *_without(_check_ids(now), _check_ids(before))),
-        which=which,
-        left_out=left_out,
-        removed=tuple(_without(_check_ids(before), _check_ids(now))),
-        missing=gone["missing"],
-        allowed=gone["allowed"],
-        unselected=gone["unselected"],
-        **{kind: tuple(group) for kind, group in changes.items()},
-    )
+    changes: dict[str, list[Change | str]] = {}
 
+    def add(kind: str, lines: Iterable[Change | str]) -> None:
+        changes.setdefault(kind, []).extend(lines)
 
-def _gone(
-    names: Iterable[str],
-    old: Mapping[str, LoaderRecord],
-    is_selected: Callable[[str], bool],
-    is_allowed: Callable[[str], bool],
-) -> dict[str, tuple[str, ...]]:
-    """Return field of ``Comparison`` -> the loaders that are gone for this reason."""
-    groups: dict[str, list[str]] = {"missing": [], "allowed": [], "unselected": []}
-    for name in names:
+    for change in _pair_checks(old, new):
+        add(_classify(change), [change])
+    if before.header.hardware == now.header.hardware:
+        add("slower", _slower_loads(in_both))
+    add("drifted", _drifted_losses(in_both))
+    ids, ids_now = ({check.check: None for check in report.header.catalogue} for report in (before, now))
+    add("added", (name for name in new if name not in old))
+    add("added", (id_ for id_ in ids_now if id_ not in ids))
+    add("removed", (id_ for id_ in ids if id_ not in ids_now))
+    for name in (name for name in old if name not in new):
         loader = old[name].loader
-        reason = "unselected" if not is_selected(loader) else "allowed" if is_allowed(loader) else "missing"
-        groups[reason].append(name)
-    return {reason: tuple(found) for reason, found in groups.items()}
-
-
-def repeated_in(*reports: Report) -> frozenset[str]:
-    """Return the loaders that one of the reports has in several worlds."""
-    counts = [Counter(record.loader for record in report.loaders) for report in reports]
-    return frozenset(name for count in counts for name, times in count.items() if times > 1)
-
-
-def name_of(loader: LoaderRecord, repeated: frozenset[str]) -> str:
-    """Return what identifies a loader in several reports: it has the world where one of them has it in several."""
-    return f"{loader.loader}, {loader.world}" if loader.loader in repeated else loader.loader
+        add("unselected" if not is_selected(loader) else "allowed" if is_allowed(loader) else "missing", [name])
+    add("environment", _environment_changes(before.header.versions, now.header.versions))
+    add("caveats", _caveats(before, now, in_both))
+    add("left_out", left_out)
+    return Comparison(before, now, {kind: tuple(changes[kind]) for kind in KINDS if changes.get(kind)}, which)
 
 
 def _by_name(report: Report, repeated: frozenset[str]) -> dict[str, LoaderRecord]:
@@ -193,11 +195,11 @@ def _pair_checks(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord
 
 
 def _classify(change: Change) -> str:
-    """Return the field of ``Comparison`` that the change belongs to; "" for a change of no interest."""
+    """Return the kind of a change; "" for one of no interest."""
     before, now = change.before, change.now
-    failed_before = _has_kind(before, FAILED)
-    if now is not None and now.status in FAILED:
-        if before is None or not failed_before or (now.status == "error" and before.status != "error"):
+    was, kind = (check.kind if check is not None else "" for check in (before, now))
+    if before is not None and now is not None and kind in FAILED and was in FAILED:
+        if kind == "error" and was != "error":
             return "failures"
         if _without_numbers(before) == _without_numbers(now):
             return "known"
@@ -205,19 +207,17 @@ def _classify(change: Change) -> str:
         known = {finding.tensor for finding in before.findings}
         is_worse = _is_reason(now) or any(finding.tensor not in known for finding in now.findings)
         return "failures" if is_worse else "changed"
-    if _has_kind(now, ("differs",)) and not _has_kind(before, (*FAILED, "xfailed")):
-        return "" if _has_kind(before, ("differs",)) else "differing"
-    if _has_kind(now, PASSED):
-        return "fixed" if _has_kind(before, (*FAILED, "xfailed", "differs")) else ""
-    if _has_kind(now, ("xfailed",)):
-        return "expected" if _has_kind(before, (*FAILED, *PASSED, "differs")) else ""
-    if _has_kind(now, ("depends on a failed check",)):
-        return "dependent" if _has_kind(before, JUDGED) else ""
-    return "no_longer_judged" if _has_kind(before, (*FAILED, *JUDGED)) else ""
-
-
-def _has_kind(check: CheckRecord | None, kinds: Iterable[str]) -> bool:
-    return check is not None and check.kind in kinds
+    if kind in FAILED:
+        return "failures"
+    if kind in PASSED:
+        return "fixed" if was in (*FAILED, "xfailed", "differs") else ""
+    if kind == "xfailed":
+        return "expected" if was in (*FAILED, *PASSED, "differs") else ""
+    if kind == "depends on a failed check":
+        return "dependent" if was in JUDGED else ""
+    if kind == "differs" and was not in (*FAILED, "xfailed"):
+        return "" if was == "differs" else "differing"
+    return "no_longer_judged" if was in (*FAILED, *JUDGED) else ""
 
 
 def _is_reason(check: CheckRecord) -> bool:
@@ -280,61 +280,11 @@ def _environment_changes(before: Mapping[str, str], now: Mapping[str, str]) -> I
             yield f"{name} {now[name]}, before {before[name]}"
 
 
-def _check_ids(report: Report) -> dict[str, None]:
-    return dict.fromkeys(check.check for check in report.header.catalogue)
-
-
-def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    known = set(others)
-    return [name for name in names if name not in known]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a field of ``Comparison`` is described: above its list, and as a number of changes in one line."""
-
-    headline: str
-    number: Callable[[int], str] = "{} new".format
-    mark: str = "neutral"
-    hint: str = ""
-
-
-KINDS = {
-    "failures": Kind("new failures", lambda number: counted(number, "new failure"), "worse"),
-    "differing": Kind("new differences", lambda number: counted(number, "new difference"), "worse"),
-    "missing": Kind("missing loaders", "{} missing".format, "worse", f" ({MISSING})"),
-    "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check".format, "worse"),
-    "no_longer_judged": Kind("no longer judged", "{} no longer judged".format),
-    "changed": Kind("known failures, other findings", "{} known with other findings".format),
-    "known": Kind("known failures, same findings", "{} known".format),
-    "expected": Kind("xfailed now", "{} xfailed now".format),
-    "fixed": Kind("fixed", "{} fixed".format, "better"),
-    "slower": Kind("slower loads", lambda number: counted(number, "slower load"), "worse"),
-    "drifted": Kind("losses further from the reference", "{} with losses further from the reference".format, "worse"),
-    "added": Kind("new in this run"),
-    "allowed": Kind("missing loaders that are allowed", "{} missing as allowed".format),
-    "unselected": Kind("not selected in this run", "{} not selected".format),
-    "removed": Kind("checks that this version lacks", lambda number: f"{counted(number, 'check')} removed"),
-    "environment": Kind("environment changes"),
-    "caveats": Kind("limits of this comparison"),
-    "left_out": Kind("earlier reports left out"),
-}
-"""Field of ``Comparison`` -> its description, in the order of the lists."""
-OF_RESULTS = (
-    *("failures", "differing", "fixed", "known", "changed", "expected", "dependent", "no_longer_judged"),
-    *("slower", "drifted"),
-)
-OF_COVERAGE = ("added", "missing", "allowed", "unselected", "removed")
-"""The fields whose changes a line counts, in its order: of what both runs have, and of what only one has."""
-
-
 def describe_comparison(comparison: Comparison) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (kind, headline, lines) for each kind of change; the kind is the field of ``Comparison``."""
-    for name, kind in KINDS.items():
-        if number := comparison.count(name):
-            changes = getattr(comparison, name)
-            lines = _describe_by_loader(changes) if name in OF_CHECKS else map(printable, changes)
-            yield name, f"{kind.headline}: {number}{kind.hint}", shorten_list(lines)
+    """Yield (kind, headline, lines) for each kind of change."""
+    for name, changes in comparison.changes.items():
+        kind, lines = KINDS[name], shorten_list(_describe_changes(changes))
+        yield name, f"{kind.headline}: {comparison.count(name)}{kind.hint}", lines
 
 
 def mark_of(kind: str) -> str:
@@ -343,42 +293,20 @@ def mark_of(kind: str) -> str:
 
 
 def describe_verdict(comparison: Comparison) -> str:
-    """Return a line such as "1 new failure, 2 fixed since 2026-11-19T21:04:00+00:00 (0123abc)"."""
-    header = comparison.before.header
-    since = printable(header.started + (f" ({header.commit})" if header.commit else ""))
+    """Return a line such as "1 new failure, 2 fixed since 2026-11-19 21:04:00 (0123abc)"."""
     which = f", {comparison.which}" if comparison.which else ""
-    return f"{describe_changes(comparison)} since {since}{which}"
+    since = printable(describe_moment(run_of(comparison.before)))
+    return f"{comparison.describe_numbers() or 'no changes'} since {since}{which}"
 
 
-def describe_changes(comparison: Comparison) -> str:
-    """Return how many changes of each kind there are, such as "1 new failure, 2 fixed"."""
-    return ", ".join(describe_numbers(comparison, (*OF_RESULTS, *OF_COVERAGE))) or "no changes"
-
-
-def describe_numbers(comparison: Comparison, names: Iterable[str]) -> Iterator[str]:
-    """Yield a text such as "2 fixed" for each of these fields of ``Comparison`` that has changes."""
-    for name in names:
-        if number := comparison.count(name):
-            yield KINDS[name].number(number)
-
-
-def count_changes(changes: Iterable[Change]) -> int:
-    """Return the number of changes. Errors of a loader with the same reason are one: most often it crashed."""
-    return len({_identity(change) for change in changes})
-
-
-def _identity(change: Change) -> tuple[str, str]:
-    # What failed before and fails now is counted by what it is now.
-    record = change.now if change.now is not None and change.now.status in FAILED else change.before
-    if record is not None and record.status == "error":
-        return change.loader, f"error: {record.reason}"
-    return change.loader, change.check
-
-
-def _describe_by_loader(changes: Iterable[Change]) -> Iterator[str]:
+def _describe_changes(changes: Iterable[Change | str]) -> Iterator[str]:
+    """Yield a line for each loader with changes of its checks."""
     groups: dict[str, list[Change]] = {}
     for change in changes:
-        groups.setdefault(change.loader, []).append(change)
+        if isinstance(change, str):
+            yield printable(change)
+        else:
+            groups.setdefault(change.loader, []).append(change)
     for loader, group in groups.items():
         first, *others = (change.check for change in group)
         more = f", {first_of(others, MOST_CHECKS - 1)}" if others else ""

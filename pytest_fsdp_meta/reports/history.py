@@ -5,12 +5,12 @@ A check may fail for one cause after another, so each finding has a start of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import groupby
 
-from pytest_fsdp_meta.reports.compare import Comparison, compare, name_of, repeated_in
 from pytest_fsdp_meta.reports.schema import (
     ABSENT,
     FAILED,
@@ -39,25 +39,17 @@ SHORT_COMMIT = 9
 UNKNOWN_TIME = datetime.min.replace(tzinfo=timezone.utc)
 Place = tuple[str, str]
 """A loader's name and a check."""
+Results = dict[Place, tuple[str, CheckRecord | None]]
+"""The letter of each check in a run, and its record if the report of the run is known."""
 Failure = tuple[str, str | None, str]
 """What is the same from run to run: "finding", its tensor and its cause, or "reason", the status and the reason of a
 failure without findings. Causes and reasons are without numbers."""
-Before = tuple[EarlierRun, CheckRecord, dict[Failure, EarlierRun | None]]
-"""An earlier run, what a check was in it, and its failures, each with its start as far as that report has it."""
 
 
-@dataclass
-class _Column:
-    """The results of one run, as letters."""
-
-    run: EarlierRun
-    results: dict[Place, str] = field(default_factory=dict)
-
-
-def time_of(started: str) -> datetime:
-    """Return the time of a run, for sorting; ``UNKNOWN_TIME`` if the text is not a time."""
+def time_of(run: EarlierRun) -> datetime:
+    """Return the time of a run, for sorting; ``UNKNOWN_TIME`` if its text is not a time."""
     try:
-        time = datetime.fromisoformat(started.replace("Z", "+00:00"))
+        time = datetime.fromisoformat(run.started.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
     except (ValueError, OverflowError):  # the latter near the years 1 and 9999
         return UNKNOWN_TIME
@@ -68,121 +60,43 @@ def run_of(report: Report) -> EarlierRun:
     return EarlierRun(report.header.started, report.header.commit, report.exit_status)
 
 
-class Timeline:
-    """Earlier runs, and the one of them with which a run is compared: of several, the last that passed.
-
-    ``past`` needs the results of checks only. What is known from it is computed once, since the report is written many
-    times during a run.
-    """
-
-    def __init__(
-        self,
-        past: Iterable[Report] = (),
-        before: Report | None = None,
-        which: str = "",
-        notes: Sequence[str] = (),
-        problem: str = "",
-    ) -> None:
-        self.past = tuple(sorted(past, key=lambda report: time_of(report.header.started)))
-        self.before, self.which = before, which
-        self.notes = tuple(notes)
-        """One line for each file that was left out."""
-        self.problem = problem
-        """Why there is nothing to compare with."""
-        self._repeated = repeated_in(*self.past)
-        self._known: dict[frozenset[str], tuple[list[_Column], dict[Place, list[Before]]]] = {}
-        """Loaders that ran in several worlds, here or in earlier runs -> what is known from earlier runs."""
-
-    def compare(
-        self, now: Report, is_selected: Callable[[str], bool], is_allowed: Callable[[str], bool]
-    ) -> Comparison | None:
-        """Compare the run with the earlier one, as ``compare`` does; None without one."""
-        if self.before is None:
-            return None
-        return compare(self.before, now, is_selected, is_allowed, self.which, self.notes)
-
-    def add_to(self, now: Report) -> Report:
-        """Return the report with the history of each check, from earlier reports and from the histories in them."""
-        if not self.past:
-            return now
-        repeated = self._repeated | repeated_in(now)
-        if repeated not in self._known:
-            self._known[repeated] = _columns(self.past, repeated), _by_place(self.past, repeated)
-        columns, earlier = self._known[repeated]
-        runs = [column.run for column in columns]
-        this = run_of(now)
-
-        def check_with_history(loader: LoaderRecord, check: CheckRecord) -> CheckRecord:
-            place = name_of(loader, repeated), check.check
-            results = "".join(column.results.get(place, ABSENT) for column in columns)
-            before = earlier.get(place, [])
-            carried = next((one.history for _, one, _ in before if one.history is not None), None)
-            return _with_starts(replace(check, history=_history(check, runs, results, this, carried)), before, this)
-
-        loaders = tuple(
-            replace(loader, checks=tuple(check_with_history(loader, check) for check in loader.checks))
-            for loader in now.loaders
-        )
-        return replace(now, loaders=loaders, earlier=tuple(runs))
+def repeated_in(*reports: Report) -> frozenset[str]:
+    """Return the loaders that one of the reports has in several worlds."""
+    counts = [Counter(record.loader for record in report.loaders) for report in reports]
+    return frozenset(name for count in counts for name, times in count.items() if times > 1)
 
 
-def _columns(past: Sequence[Report], repeated: frozenset[str]) -> list[_Column]:
-    """Return the last runs, oldest first. What a report says of itself counts more than what later ones say of it."""
-    columns: dict[tuple[str, str], _Column] = {}
-    for report in past:
-        for index, run in enumerate(report.earlier):
-            column = columns.setdefault((run.started, run.commit), _Column(run))
-            for place, check in _places(report, repeated):
-                letter = check.history.results[index : index + 1] if check.history else ABSENT
-                if letter in NAMES and letter != ABSENT:
-                    column.results.setdefault(place, letter)
-    own = [
-        _Column(run_of(report), {place: letter_of(check) for place, check in _places(report, repeated)})
-        for report in past
-    ]
-    known = {(column.run.started, column.run.commit) for column in own}
-    others = [column for key, column in columns.items() if key not in known]
-    return sorted((*others, *own), key=lambda column: time_of(column.run.started))[-(MOST_RUNS - 1) :]
+def name_of(loader: LoaderRecord, repeated: frozenset[str]) -> str:
+    """Return what identifies a loader in several reports: it has the world where one of them has it in several."""
+    return f"{loader.loader}, {loader.world}" if loader.loader in repeated else loader.loader
 
 
-def _places(report: Report, repeated: frozenset[str]) -> Iterator[tuple[Place, CheckRecord]]:
-    for loader in report.loaders:
-        name = name_of(loader, repeated)
-        for check in loader.checks:
-            yield (name, check.check), check
+@dataclass(frozen=True)
+class Course:
+    """What is known of a check after some runs, oldest first."""
 
+    broken_since: EarlierRun | None = None
+    last_passed: EarlierRun | None = None
+    starts: Mapping[Failure, EarlierRun] = field(default_factory=dict)
+    """What was wrong when it was last judged -> the run in which that began."""
 
-def letter_of(check: CheckRecord) -> str:
-    """Return the character of a check's result."""
-    return LETTERS.get(check.status, ABSENT)
-
-
-def _by_place(past: Sequence[Report], repeated: frozenset[str]) -> dict[Place, list[Before]]:
-    """Return what the reports have of each check, newest first."""
-    earlier: dict[Place, list[Before]] = {}
-    for report in reversed(past):
-        for place, check in _places(report, repeated):
-            earlier.setdefault(place, []).append((run_of(report), check, failures_of(check)))
-    return earlier
-
-
-def _history(
-    check: CheckRecord, runs: Sequence[EarlierRun], results: str, this: EarlierRun, carried: CheckHistory | None
-) -> CheckHistory:
-    if check.status not in FAILED:
-        return CheckHistory(results, flaky=is_flaky(results + letter_of(check)))
-    since, passed = this, None
-    for run, letter in zip(reversed(runs), reversed(results), strict=True):
+    def after(self, run: EarlierRun, letter: str, check: CheckRecord | None) -> Course:
+        """Return what is known after one more run. Without its report, only the letter of the check is known."""
         if letter in GOOD:
-            passed = run
-            break
-        since = run if letter in BROKEN else since
-    known = carried.broken_since if carried is not None else None
-    if carried is not None and known is not None and passed is None:
-        # No listed run passed, so those before them count.
-        since = min(known, since, key=lambda run: time_of(run.started))
-        passed = carried.last_passed
-    return CheckHistory(results, since, passed, is_flaky(results + letter_of(check)))
+            return Course(last_passed=run)
+        if letter not in BROKEN:
+            return self
+        since, passed = self.broken_since or run, self.last_passed
+        history = check.history if check is not None else None
+        if passed is None and history is not None and history.broken_since is not None:
+            # No run before it that is known here passed, so those that it knew count.
+            since, passed = min(since, history.broken_since, key=time_of), history.last_passed
+        starts = dict(self.starts)
+        if check is not None:
+            found = failures_of(check)
+            starts = {failure: start for failure, start in starts.items() if not _decides(check, failure)}
+            starts |= {failure: start or self.starts.get(failure, run) for failure, start in found.items()}
+        return Course(since, passed, {failure: max(start, since, key=time_of) for failure, start in starts.items()})
 
 
 def failures_of(check: CheckRecord) -> dict[Failure, EarlierRun | None]:
@@ -190,41 +104,13 @@ def failures_of(check: CheckRecord) -> dict[Failure, EarlierRun | None]:
     if check.status not in FAILED:
         return {}
     if check.findings:
-        return {failure_of(found): found.since for found in check.findings}
+        return {_failure_of(found): found.since for found in check.findings}
     since = check.history.reason_since if check.history is not None else None
     return {("reason", check.status, without_numbers(check.reason)): since}
 
 
-def failure_of(finding: FindingRecord) -> Failure:
-    """Return what identifies a finding from run to run."""
+def _failure_of(finding: FindingRecord) -> Failure:
     return "finding", finding.tensor, without_numbers(finding.cause)
-
-
-def _with_starts(check: CheckRecord, before: Sequence[Before], this: EarlierRun) -> CheckRecord:
-    """Return the check, whose history is known, with the first run of each of its findings."""
-    history = check.history
-    if history is None or history.broken_since is None:
-        return check
-    starts = {failure: _start(failure, before, this, history.broken_since) for failure in failures_of(check)}
-    if check.findings:
-        found = tuple(replace(one, since=starts[failure_of(one)]) for one in check.findings)
-        return replace(check, findings=found)
-    return replace(check, history=replace(history, reason_since=next(iter(starts.values()))))
-
-
-def _start(failure: Failure, before: Sequence[Before], this: EarlierRun, broken_since: EarlierRun) -> EarlierRun:
-    """Return the first run since which the check has failed in this way, which is not before ``broken_since``."""
-    since, bound = this, time_of(broken_since.started)
-    for run, check, known in before:
-        if time_of(run.started) < bound:
-            break
-        if failure in known:
-            since = known[failure] or run
-            if known[failure] is not None:
-                break
-        elif _decides(check, failure):
-            break
-    return max(since, broken_since, key=lambda run: time_of(run.started))
 
 
 def _decides(check: CheckRecord, failure: Failure) -> bool:
@@ -233,6 +119,65 @@ def _decides(check: CheckRecord, failure: Failure) -> bool:
     if kind == "reason":
         return check.status in FAILED
     return check.status == "failed" and not any(tensor in tensors for tensors in check.unjudged.values())
+
+
+class History:
+    """What earlier reports say of each check. It is computed once, since a report is written many times in a run."""
+
+    def __init__(self, past: Iterable[Report], repeated: frozenset[str]) -> None:
+        self._repeated = repeated
+        self._courses: dict[Place, Course] = {}
+        self._letters: list[tuple[EarlierRun, dict[Place, str]]] = []
+        for run, results in _runs(past, repeated):
+            self._letters.append((run, {place: letter for place, (letter, _) in results.items()}))
+            for place, result in results.items():
+                self._courses[place] = self._courses.get(place, Course()).after(run, *result)
+        del self._letters[: 1 - MOST_RUNS]
+
+    def add_to(self, now: Report) -> Report:
+        """Return the report with the history of each check, and the start of each finding."""
+        loaders = []
+        for loader in now.loaders:
+            name = name_of(loader, self._repeated)
+            checks = (self._with_history(check, (name, check.check), run_of(now)) for check in loader.checks)
+            loaders.append(replace(loader, checks=tuple(checks)))
+        return replace(now, loaders=tuple(loaders), earlier=tuple(run for run, _ in self._letters))
+
+    def _with_history(self, check: CheckRecord, place: Place, this: EarlierRun) -> CheckRecord:
+        results, letter = "".join(letters.get(place, ABSENT) for _, letters in self._letters), letter_of(check)
+        history = CheckHistory(results, flaky=is_flaky(results + letter))
+        if check.status not in FAILED:
+            return replace(check, history=history)
+        course = self._courses.get(place, Course()).after(this, letter, check)
+        history = replace(history, broken_since=course.broken_since, last_passed=course.last_passed)
+        if check.findings:
+            found = tuple(replace(one, since=course.starts[_failure_of(one)]) for one in check.findings)
+            return replace(check, history=history, findings=found)
+        (failure,) = failures_of(check)
+        return replace(check, history=replace(history, reason_since=course.starts[failure]))
+
+
+def _runs(past: Iterable[Report], repeated: frozenset[str]) -> list[tuple[EarlierRun, Results]]:
+    """Return each known run, oldest first. What a report says of itself counts more than what later ones say of it."""
+    own: list[tuple[EarlierRun, Results]] = []
+    others: dict[tuple[str, str], tuple[EarlierRun, Results]] = {}
+    for report in past:
+        checks = {(name_of(loader, repeated), one.check): one for loader in report.loaders for one in loader.checks}
+        own.append((run_of(report), {place: (letter_of(check), check) for place, check in checks.items()}))
+        for index, run in enumerate(report.earlier):
+            _, results = others.setdefault((run.started, run.commit), (run, {}))
+            for place, check in checks.items():
+                letter = check.history.results[index : index + 1] if check.history is not None else ""
+                if letter in LETTERS.values():
+                    results.setdefault(place, (letter, None))
+    for run, _ in own:
+        others.pop((run.started, run.commit), None)
+    return sorted((*others.values(), *own), key=lambda one: time_of(one[0]))
+
+
+def letter_of(check: CheckRecord) -> str:
+    """Return the character of a check's result."""
+    return LETTERS.get(check.status, ABSENT)
 
 
 def starts_of(check: CheckRecord) -> dict[EarlierRun, list[FindingRecord]]:
@@ -244,7 +189,7 @@ def starts_of(check: CheckRecord) -> dict[EarlierRun, list[FindingRecord]]:
     for finding in check.findings:
         starts.setdefault(finding.since or history.broken_since, []).append(finding)
     starts = starts or {history.reason_since or history.broken_since: []}
-    return dict(sorted(starts.items(), key=lambda item: time_of(item[0].started)))
+    return dict(sorted(starts.items(), key=lambda item: time_of(item[0])))
 
 
 def is_flaky(results: str) -> bool:
@@ -255,7 +200,7 @@ def is_flaky(results: str) -> bool:
 
 def describe_moment(run: EarlierRun) -> str:
     """Return a text such as "2026-11-18 02:17:00 (0123abcde)"."""
-    time = time_of(run.started)
+    time = time_of(run)
     when = run.started if time == UNKNOWN_TIME else f"{time:%Y-%m-%d %H:%M:%S}"
     changed = "+" if run.commit.endswith("+") else ""
     commit = f" ({run.commit.rstrip('+')[:SHORT_COMMIT]}{changed})" if run.commit else ""

@@ -65,7 +65,7 @@ class ReportWriter:
 def read_report(path: Path, brief: bool = False) -> Report:
     """Return the report in a file.
 
-    If ``brief``, of loaders only what the history of checks needs, which is several times as fast.
+    If ``brief``, of summaries only the losses, which is several times as fast.
 
     Raises ValueError if the file is not a report, and its subclass UnknownSchema if it has an unknown schema; the
     message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
@@ -96,31 +96,16 @@ def _read(path: Path, brief: bool) -> Report:
             f"{remedy}write the report again with --fsdp-report"
         )
     if brief:
-        _drop_details(data)
+        _drop_summaries(data)
     try:
         return from_plain(Report, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
 
 
-def _drop_details(data: dict[str, Any]) -> None:
-    """Remove all of a report but the results of its checks. The codec says what is wrong with data of another form."""
+def _drop_summaries(data: dict[str, Any]) -> None:
+    """Remove the summaries but for the losses. The codec says what is wrong with data of another form."""
     loaders = data.get("loaders")
-    for loader in filter(_is_object, loaders if isinstance(loaders, list) else ()):
-        _keep(loader, ("loader", "world", "checks"))
-        checks = loader.get("checks")
-        for check in filter(_is_object, checks if isinstance(checks, list) else ()):
-            _keep(check, ("check", "status", "skip", "reason", "findings", "unjudged", "history"))
-            findings = check.get("findings")
-            for finding in filter(_is_object, findings if isinstance(findings, list) else ()):
-                _keep(finding, ("tensor", "cause", "since"))
-                finding |= {"ranks": [], "actual": "", "expected": ""}
-
-
-def _keep(data: dict[str, Any], names: Iterable[str]) -> None:
-    for name in data.keys() - set(names):
-        del data[name]
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
+    for loader in loaders if isinstance(loaders, list) else ():
+        if isinstance(loader, dict) and isinstance(summary := loader.get("summary"), dict):
+            loader["summary"] = {"losses": summary.get("losses")}

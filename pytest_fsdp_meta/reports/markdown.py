@@ -9,23 +9,12 @@ import re
 from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
-from pytest_fsdp_meta.reports.failures import is_crashed
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, UNSETTLED, LoaderRecord, Report, count_kinds, how_many, is_bad
-from pytest_fsdp_meta.reports.story import (
-    CRASH,
-    ERROR,
-    FINDING,
-    STRICT,
-    UNEXPECTED_PASS,
-    Story,
-    describe_reasons,
-    stories_of,
-    with_starts,
-)
+from pytest_fsdp_meta.reports.story import CRASH, KINDS, Story, describe_reasons, is_crashed, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
-from pytest_fsdp_meta.text import first_of, printable
+from pytest_fsdp_meta.text import printable
 
 COLUMNS = ("passed", "differs", "partly checked", "failed", "error")
 PLAIN = r"(?<=:):|:(?=[: ])|(?<=\d):(?=\d)|(?<=\d)\+|(?<=\w)\[|\](?![\[(])"
@@ -45,18 +34,8 @@ HEADS = {
 }
 """State of a run -> the sign of its headline."""
 MARKS = {"worse": "❌", "better": "✅", "neutral": "ℹ️"}  # noqa: RUF001  (the sign is meant)
-HEADLINES = {
-    CRASH: "Crashed",
-    FINDING: "Failed",
-    ERROR: "Errors",
-    STRICT: "Failed because of --fsdp-strict",
-    UNEXPECTED_PASS: "Passed unexpectedly",
-}
-"""Kind of a failure -> the headline of its list."""
 IN_FAILURES = ("failures", "changed", "known", "broken")
 """Kinds of changes and of history that the list of failures has already, each with its start."""
-MOST_NAMED = 10
-"""Loaders named for one failure."""
 MOST_ROWS = 200
 """Rows of the table; GitHub truncates a page at 1 MiB."""
 
@@ -65,7 +44,7 @@ def summarise_run(report: Report, comparison: Comparison | None = None, problem:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
     parts = (
         *_head(report),
-        *_failures(report, comparison),
+        *_failures(report),
         *_unsettled(report),
         *_comparison(comparison, problem),
         *_lists(describe_history(report)),
@@ -120,9 +99,9 @@ def _world(loader: LoaderRecord) -> str:
     return escaped(str(loader.world)) if loader.world.size else ""
 
 
-def _failures(report: Report, comparison: Comparison | None) -> Iterator[str]:
-    stories = with_starts(stories_of(report.loaders), report, comparison)
-    for kind, headline in HEADLINES.items():
+def _failures(report: Report) -> Iterator[str]:
+    stories = with_starts(stories_of(report.loaders), report)
+    for kind, (headline, *_) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         if same:
             yield from [f"**{headline}**", ""]
@@ -136,23 +115,16 @@ def _failures(report: Report, comparison: Comparison | None) -> Iterator[str]:
 def _describe_story(story: Story) -> Iterator[str]:
     """Yield the cause and the remedy, and a line for each check that failed, with all loaders where it failed alike."""
     since = f" ({escaped(story.since)})" if story.since else ""
+    places = story.describe_places()
     if story.kind == CRASH:
-        loaders = [place.loader.loader for place in story.places]
-        yield f"* {escaped(story.cause)}: {escaped(first_of(loaders, MOST_NAMED))}{since}"
+        yield f"* {escaped(story.cause)}: {escaped(places[0])}{since}"
         return
     subject = f"**{escaped(story.subject)}**, {'likely cause: ' if story.cause else ''}" if story.subject else ""
     yield f"* {subject}{escaped(story.headline)}{since}"
     yield from (f"  * where it starts: {escaped(origin)}" for origin in story.starts)
     if story.remedy:
         yield f"  * remedy: {escaped(story.remedy)}"
-    alike: dict[tuple[str, str], list[str]] = {}
-    for place in story.places:
-        checks = first_of([check.check for check in place.checks])
-        alike.setdefault((checks, f": {place.found}" if place.found else ""), []).append(place.loader.loader)
-    lines = [f"{checks} in {first_of(where, MOST_NAMED)}{found}" for (checks, found), where in alike.items()]
-    yield from (f"  * {escaped(line)}" for line in lines[:MOST_LINES])
-    if len(lines) > MOST_LINES:
-        yield f"  * and {len(lines) - MOST_LINES} more"
+    yield from (f"  * {escaped(line)}" for line in shorten_list(places))
 
 
 def _unsettled(report: Report) -> Iterator[str]:

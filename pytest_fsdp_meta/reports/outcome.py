@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_fsdp_meta.reports.compare import FAILING_ANY, Comparison, count_changes, describe_numbers
-from pytest_fsdp_meta.reports.failures import describe_failures
+from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -16,6 +15,7 @@ from pytest_fsdp_meta.reports.schema import (
     describe_count,
     how_many,
 )
+from pytest_fsdp_meta.reports.story import describe_failures
 from pytest_fsdp_meta.text import counted
 
 IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
@@ -26,39 +26,24 @@ def decide_outcome(report: Report, comparison: Comparison | None, fail_on: str, 
 
     ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
     """
-    reasons = _why_it_passes(comparison) if passes else _why_it_fails(report, comparison, fail_on, others)
-    return Outcome(passes, ", ".join(reasons) or describe_counts_of(report), fail_on)
+    reasons = _why_it_passes(comparison) if passes else (*_why_it_fails(report, comparison, fail_on), others)
+    return Outcome(passes, ", ".join(filter(None, reasons)) or describe_counts_of(report), fail_on)
 
 
 def _why_it_passes(comparison: Comparison | None) -> Iterator[str]:
-    if comparison is None:
-        return
-    if known := count_changes((*comparison.known, *comparison.changed)):
-        yield counted(known, "known failure")
-    if comparison.allowed:
-        yield f"{counted(len(comparison.allowed), 'loader')} missing as allowed"
-
-
-def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str, others: str) -> Iterator[str]:
-    if comparison is not None and fail_on == "regression":
-        yield from describe_numbers(comparison, ("failures", "differing", "dependent"))
-        if not_run := count_kinds(report.loaders)["not run"]:
-            yield f"{not_run} not run"
-    elif failures := describe_failures(report.loaders):
-        yield failures
     if comparison is not None:
-        yield from _what_is_worse(comparison, fail_on)
-    if others:
-        yield others
+        known = comparison.count("known", "changed")
+        yield counted(known, "known failure") if known else ""
+        yield comparison.describe_numbers(["allowed"])
 
 
-def _what_is_worse(comparison: Comparison, fail_on: str) -> Iterator[str]:
-    if comparison.missing:
-        yield f"{counted(len(comparison.missing), 'loader')} missing"
-    if fail_on == "any":
-        if comparison.unselected:
-            yield f"{counted(len(comparison.unselected), 'loader')} not selected"
-        yield from describe_numbers(comparison, FAILING_ANY)
+def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str) -> Iterator[str]:
+    if comparison is None or fail_on == "any":
+        yield describe_failures(report.loaders)
+    if comparison is not None:
+        yield comparison.failing(fail_on)
+        not_run = count_kinds(report.loaders)["not run"]
+        yield f"{not_run} not run" if not_run and fail_on == "regression" else ""
 
 
 def describe_counts_of(report: Report) -> str:

@@ -114,12 +114,13 @@ def describe_run(
     libraries = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
     *others, last = map(str, sizes)
     ranks = f"{', '.join(others)} and {last} ranks" if others else counted(int(last), "rank")
+    own = sum(not check.built_in for check in catalogue)
     parts = [
         f"{ranks} by default, {PLACES[engine]}",
         f"device {device}",
         _backend(backend, device, known),
         *libraries,
-        _count_checks(catalogue, simulated),
+        counted(len(catalogue.ids_for(simulated)), "check") + (f" ({own} of your own)" if own else ""),
     ]
     return f"fsdp: {', '.join(parts)}"
 
@@ -129,9 +130,3 @@ def _backend(backend: str, device: str, known: Mapping[str, str]) -> str:
     if backend == "auto" and device != "cpu" and "+cpu" not in known.get("torch", ""):
         return f"{nccl} (gloo where GPUs are too few)" if device == "auto" else nccl
     return nccl if backend == "nccl" else "gloo"
-
-
-def _count_checks(catalogue: Catalogue, simulated: bool) -> str:
-    """Return a text such as "43 checks (2 of your own)": those of a loader, in a simulated world or in another."""
-    own = sum(not check.built_in for check in catalogue)
-    return counted(len(catalogue.ids_for(simulated)), "check") + (f" ({own} of your own)" if own else "")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
-from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.schema import PASSED, UNKNOWN, CheckRecord, Evenness, LoaderRecord, Summary
-
-COMMON = ("error", "seconds", "evidence", "summary", "evenness", "notes", "sizes", "problem")
-"""The fields of an item that are the same for all items of its loader; the first item that knows them reports them."""
+from pytest_fsdp_meta.reports.schema import PASSED, CheckRecord, LoaderRecord
 
 
 @dataclass(frozen=True)
@@ -20,33 +15,15 @@ class ItemContext:
 
     key: str
     """Identifies one loader in one world: all its items have this key, and no other item has it."""
-    loader: str
+    loader: LoaderRecord
+    """Without checks."""
     check: CheckRecord
-    world: WorldFacts = UNKNOWN
     offered: tuple[str, ...] | None = None
     """The checks that the marker leaves to pytest to select; None where they are not known."""
-    loads: int = 1
-    """How often the loader has run, because items were run again."""
-    error: str = ""
-    """Why the loader returned no model to check, in one line."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    evidence: str = ""
-    """The file of the stored evidence, relative to the report."""
-    summary: Summary | None = None
-    evenness: Evenness | None = None
-    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sizes: tuple[SimulatedSize, ...] = ()
     problem: str = ""
     """Why the evidence was not stored."""
-
-    @property
-    def describes_loader(self) -> bool:
-        """Whether the item reports the fields that all items of its loader have in common."""
-        return any(getattr(self, name) for name in COMMON)
-
-    def with_loader_of(self, other: ItemContext) -> ItemContext:
-        """Return this item with the common fields of another item of the loader."""
-        return replace(self, **{name: getattr(other, name) for name in COMMON})
+    describes_loader: bool = False
+    """Whether ``loader`` has more than world and loads: the first item that knows the rest reports it for all."""
 
 
 class RunRecords:
@@ -72,7 +49,10 @@ class RunRecords:
     def add(self, item: ItemContext) -> None:
         """Record what an item reports."""
         latest = self._loaders.get(item.key)
-        self._loaders[item.key] = item if latest is None or item.describes_loader else item.with_loader_of(latest)
+        if latest is not None and not item.describes_loader:
+            known = replace(latest.loader, world=item.loader.world, loads=item.loader.loads)
+            item = replace(item, loader=known, problem=latest.problem)
+        self._loaders[item.key] = item
         checks = self._checks.setdefault(item.key, {})
         check = item.check.check
         checks[check] = replace(item.check, seconds=checks[check].seconds if check in checks else 0.0)
@@ -112,34 +92,18 @@ class RunRecords:
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
         """Return a record of each loader, in the order of planning, with every check for worlds of its kind."""
         return tuple(
-            _loader_record(item, self._checks[key], _ids(catalogue, item)) for key, item in self._loaders.items()
+            replace(item.loader, checks=tuple(self._check_records(key, item, catalogue)))
+            for key, item in self._loaders.items()
         )
 
-
-def _ids(catalogue: Catalogue, item: ItemContext) -> list[str]:
-    """Return the checks for worlds of this kind, and those that the marker asks for."""
-    concerned = {*catalogue.ids_for(bool(item.world.simulated)), *(item.offered or ())}
-    return [id for id in catalogue.ids() if id in concerned]
-
-
-def _loader_record(item: ItemContext, checks: Mapping[str, CheckRecord], ids: Iterable[str]) -> LoaderRecord:
-    def not_reported(check: str) -> CheckRecord:
-        offered = item.offered is None or check in item.offered
-        return CheckRecord(check, "skipped", skip="not selected" if offered else "left out")
-
-    return LoaderRecord(
-        loader=item.loader,
-        world=item.world,
-        checks=tuple(checks.get(check) or not_reported(check) for check in ids),
-        error=item.error,
-        loads=item.loads,
-        seconds=item.seconds,
-        evidence=item.evidence,
-        summary=item.summary,
-        evenness=item.evenness,
-        notes=item.notes,
-        sizes=item.sizes,
-    )
+    def _check_records(self, key: str, item: ItemContext, catalogue: Catalogue) -> Iterator[CheckRecord]:
+        """Yield the checks for worlds of this kind, and those that the marker asks for."""
+        of_world, checks = catalogue.ids_for(bool(item.loader.world.simulated)), self._checks[key]
+        for id_ in catalogue.ids():
+            if id_ in of_world or id_ in (item.offered or ()):
+                offered = item.offered is None or id_ in item.offered
+                not_reported = CheckRecord(id_, "skipped", skip="not selected" if offered else "left out")
+                yield checks.get(id_, not_reported)
 
 
 def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
@@ -148,9 +112,4 @@ def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
     Only a pass or a difference becomes an error: findings and reasons that are already known stay.
     """
     status = "error" if check.status in (*PASSED, "differs", "not run") else check.status
-    return replace(check, status=status, reason=join_reasons(check.reason, error))
-
-
-def join_reasons(reason: str, later: str) -> str:
-    """Return both reasons as one line."""
-    return "; and then ".join(filter(None, [reason, later]))
+    return replace(check, status=status, reason="; and then ".join(filter(None, [check.reason, error])))

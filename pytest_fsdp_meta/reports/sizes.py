@@ -10,7 +10,6 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     STEPPING,
     ModuleTraffic,
     PhasePeak,
-    RankSize,
     SimulatedSize,
     SimulatedStep,
     Traffic,
@@ -134,33 +133,25 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class PhaseRow:
-    """The bars of one phase of a step."""
-
-    peak: PhasePeak
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
-class SizeRow:
-    """A world of one size; ``why`` says why it has no step."""
-
-    size: SimulatedSize
-    step: SimulatedStep | None
-    why: str
-    peaks: tuple[PhaseRow, ...]
-
-
-@dataclass(frozen=True)
 class Sizes:
     """The worlds of a loader, smallest first; ``limit`` is where the memory of a device ends in the bars."""
 
-    rows: tuple[SizeRow, ...]
+    worlds: tuple[SimulatedSize, ...]
+    scale: float
+    """Pixels of a bar for each byte."""
     limit: float | None
     fit: str
     assumed: str
     sent: tuple[tuple[Traffic, ModuleTraffic], ...]
     """What is sent for modules in a step of the largest world, most first."""
+
+    def bars(self, peak: PhasePeak) -> Iterator[Bar]:
+        """Yield the bars of one phase of a step, from left to right."""
+        left = 0.0
+        for part in PARTS:
+            width = peak.parts.get(part, 0) * self.scale
+            yield Bar(part, left, width)
+            left += width
 
 
 def size_view(sizes: Sequence[SimulatedSize], world: WorldFacts) -> Sizes | None:
@@ -170,36 +161,20 @@ def size_view(sizes: Sequence[SimulatedSize], world: WorldFacts) -> Sizes | None
     ordered = smallest_first(sizes)
     needed = [size.step.most for size in ordered if size.step is not None]
     scale = BAR_WIDTH / max(1, world.usable_memory, *needed)
-    rows = tuple(_size_row(size, scale) for size in ordered)
     largest = ordered[-1].step
     sent = [(traffic, part) for traffic in (largest.traffic if largest else ()) for part in traffic.modules]
     sent.sort(key=lambda pair: pair[1].nbytes, reverse=True)
     limit = world.usable_memory * scale if world.device_memory else None
-    assumed = _describe_assumptions(ordered)
-    return Sizes(rows, limit, describe_fit(ordered, world), assumed, tuple(sent[:MOST_MODULES]))
-
-
-def _size_row(size: SimulatedSize, scale: float) -> SizeRow:
-    peaks = tuple(PhaseRow(peak, tuple(_bars(peak, scale))) for peak in (size.step.peaks if size.step else ()))
-    return SizeRow(size, size.step, why_no_step(size), peaks)
-
-
-def _bars(peak: PhasePeak, scale: float) -> Iterator[Bar]:
-    left = 0.0
-    for part in PARTS:
-        width = peak.parts.get(part, 0) * scale
-        yield Bar(part, left, width)
-        left += width
+    fit, assumed = describe_fit(ordered, world), _describe_assumptions(ordered)
+    return Sizes(tuple(ordered), scale, limit, fit, assumed, tuple(sent[:MOST_MODULES]))
 
 
 def sizes_of(evidence: Evidence) -> tuple[SimulatedSize, ...]:
     """Return the simulated sizes without the groups of parameters, whose names would be most of a report."""
     return tuple(
-        replace(size, ranks=tuple(rank if rank.step is None else _without_groups(rank) for rank in size.ranks))
+        replace(
+            size,
+            ranks=tuple(replace(rank, step=rank.step and replace(rank.step, groups=())) for rank in size.ranks),
+        )
         for size in evidence.simulation or ()
     )
-
-
-def _without_groups(rank: RankSize) -> RankSize:
-    assert rank.step is not None
-    return replace(rank, step=replace(rank.step, groups=()))

@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.compare import Change, Comparison
-from pytest_fsdp_meta.reports.failures import REMOVE, errors_by_reason, explain_pass, is_crashed
-from pytest_fsdp_meta.reports.history import describe_moment, failures_of, run_of, starts_of, time_of
-from pytest_fsdp_meta.reports.schema import FAILED, CheckRecord, EarlierRun, FindingRecord, LoaderRecord, Report
+from pytest_fsdp_meta.reports.history import describe_moment, run_of, starts_of, time_of
+from pytest_fsdp_meta.reports.schema import (
+    FAILED,
+    CheckRecord,
+    FindingRecord,
+    LoaderRecord,
+    Report,
+    count_kinds,
+    is_bad,
+)
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
 from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers, without_occasion
 
+REMOVE = "remove it from xfail"
 CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
+KINDS = {
+    CRASH: ("Crashed", "crash", "crash"),
+    FINDING: ("Failed", "likely cause", "cause"),
+    ERROR: ("Errors", "error", "error"),
+    STRICT: ("Failed because of --fsdp-strict", "failed", "failure"),
+    UNEXPECTED_PASS: ("Passed unexpectedly", "unexpected pass", "unexpected pass"),
+}
+"""Kind of a story -> the headline of its list, what stands before its cause, and the noun for several of them."""
 MOST_STARTS = 2
 """Places named for one cause, where it starts."""
+MOST_LOADERS = 10
+"""Loaders named for one failure."""
 MOST_NAMED = 6
 """Checks, and loaders, named for one reason."""
 
@@ -33,11 +50,6 @@ class Place:
         return self.checks[0] if self.checks else None
 
     @property
-    def found(self) -> str:
-        """The findings of the first tensors, and how many more there are; "" without findings."""
-        return describe_findings(self.findings, self.kinds) if self.findings else ""
-
-    @property
     def kinds(self) -> Kinds:
         """The kinds of tensors of which the check has findings on all."""
         return self.check.all_of if self.check is not None else {}
@@ -49,7 +61,7 @@ class Story:
 
     number: int
     kind: str
-    """One of ``CRASH``, ``FINDING``, ``ERROR``, ``STRICT`` (failed without findings) and ``UNEXPECTED_PASS``."""
+    """One of ``KINDS``; ``STRICT`` is a failure without findings."""
     cause: str
     """The likely cause of findings; the reason of a crash, an error or an expectation."""
     remedy: str
@@ -92,6 +104,15 @@ class Story:
         """A command that runs the first of the checks again; "" if none is known."""
         return next((check.again for place in self.places for check in place.checks if check.again), "")
 
+    def describe_places(self, with_detail: bool = True) -> list[str]:
+        """Return a line such as "CHECK in LOADERS: FINDINGS" for each check, with all loaders where it failed alike."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for place in self.places:
+            checks = f"{first_of([check.check for check in place.checks])} in " if self.kind != CRASH else ""
+            found = f": {describe_findings(place.findings, place.kinds, with_detail)}" if place.findings else ""
+            alike.setdefault((checks, found), []).append(place.loader.loader)
+        return [f"{checks}{first_of(where, MOST_LOADERS)}{found}" for (checks, found), where in alike.items()]
+
     @property
     def subject(self) -> str:
         """The tensors of the findings, such as "lm_head.weight and 1 more"; "" if there are none."""
@@ -110,6 +131,52 @@ class Story:
         if self.cause or first is None:
             return self.cause
         return f"{first.check}: no cause is known"
+
+
+def is_crashed(loader: LoaderRecord) -> bool:
+    """Return whether the loader crashed, so that all its errors are one."""
+    return bool(loader.error)
+
+
+def is_failing(loader: LoaderRecord) -> bool:
+    """Return whether the loader crashed or has a failure of any kind."""
+    return is_crashed(loader) or is_bad([loader])
+
+
+def explain_pass(reason: str, check: str = "") -> str:
+    """Return what an unexpected pass means, with the check as its subject; ``reason`` is that of the expectation."""
+    return f"{check} passes, but xfail expects it to fail ({reason})".lstrip()
+
+
+def _errors_by_reason(loader: LoaderRecord) -> dict[str, list[CheckRecord]]:
+    """Return reason -> the checks with this error. Most often all checks of a loader share one reason."""
+    reasons: dict[str, list[CheckRecord]] = {}
+    for check in loader.checks:
+        if check.status == "error" and not check.findings:
+            reasons.setdefault(check.reason, []).append(check)
+    return reasons
+
+
+def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
+    """Return a text such as "3 loaders crashed, 6 checks failed, 1 unexpected pass"; empty if nothing needs a fix.
+
+    A crash is one failure of its loader, and an error that several checks of a loader share is one error, as in
+    pytest's own summary. ``missing`` loaders are those that an earlier run had.
+    """
+    others = [loader for loader in loaders if not is_crashed(loader)]
+    with_findings = [check for one in others for check in one.checks if check.status == "error" and check.findings]
+    errors = sum(len(_errors_by_reason(loader)) for loader in others) + len(with_findings)
+    counts = count_kinds(loaders)
+    crashed = len(loaders) - len(others)
+    texts = (
+        (crashed, f"{counted(crashed, 'loader')} crashed"),
+        (counts["failed"], f"{counted(counts['failed'], 'check')} failed"),
+        (errors, counted(errors, "error")),
+        (counts["xpassed"], counted(counts["xpassed"], "unexpected pass")),
+        (counts["not run"], f"{counts['not run']} not run"),
+        (missing, f"{counted(missing, 'loader')} missing"),
+    )
+    return ", ".join(text for number, text in texts if number)
 
 
 def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
@@ -131,7 +198,7 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
                 add(FINDING, cause, remedy, Place(loader, (check,), tuple(found)))
     for loader in loaders:
         if not is_crashed(loader):
-            for reason, checks in errors_by_reason(loader).items():
+            for reason, checks in _errors_by_reason(loader).items():
                 add(ERROR, reason, "", Place(loader, tuple(checks)))
     for loader in loaders:
         for check in loader.checks:
@@ -159,57 +226,33 @@ def describe_reasons(loaders: Sequence[LoaderRecord], status: str) -> Iterator[s
         yield printable(f"{'; '.join(where)}: {reason}")
 
 
-def with_starts(stories: Sequence[Story], report: Report, comparison: Comparison | None) -> list[Story]:
+def with_starts(stories: Sequence[Story], report: Report) -> list[Story]:
     """Return the stories with since when each cause is known, as far as earlier runs show."""
-    starts = (_describe_start(story.places, report, comparison) for story in stories)
+    starts = (_describe_start(story.places, report) for story in stories)
     return [replace(story, since=since, is_new=new) for story, (since, new) in zip(stories, starts, strict=True)]
 
 
-def _describe_start(places: Sequence[Place], report: Report, comparison: Comparison | None) -> tuple[str, bool]:
-    """Return since when a cause is known, and whether some of it is new; ("", False) without earlier runs.
-
-    The history of a check counts more than the comparison, whose baseline may have been several failing runs ago.
-    """
-    changes = comparison.failures if comparison is not None else ()
-    failures = {(change.loader, change.check): change for change in changes}
+def _describe_start(places: Sequence[Place], report: Report) -> tuple[str, bool]:
+    """Return since when a cause is known, and whether some of it is new; ("", False) without earlier runs."""
+    starts = [
+        # Only the findings with this cause.
+        [starts_of(replace(check, findings=place.findings or check.findings)) for check in place.checks]
+        for place in places
+    ]
+    runs = [run for checks in starts for check in checks for run in check]
+    if not runs:
+        return "", False
     this = run_of(report)
-    new = [sum(_new_in(check, place, this, failures) for check in _checks(place)) for place in places]
-    fresh = [place for place, number in zip(places, new, strict=True) if number]
+    fresh = [place for place, checks in zip(places, starts, strict=True) if any(this in check for check in checks)]
     if not fresh:
-        return _describe_known(places, comparison), False
+        return f"broken since {describe_moment(min(runs, key=time_of))}", False
     if len(fresh) < len(places):
         loaders, all_loaders = (len({id(place.loader) for place in some}) for some in (fresh, places))
         if loaders < all_loaders:
             return f"new in {loaders} of {counted(all_loaders, 'loader')}", True
         return f"new in {len(fresh)} of {counted(len(places), 'check')}", True
-    found = sum(len(check.findings) or 1 for place in places for check in _checks(place))
-    if sum(new) < found:
-        return f"new in {sum(new)} of {counted(found, 'finding')}", True
-    run = report.earlier[-1] if report.earlier else run_of(comparison.before) if comparison is not None else None
-    return f"new since the run of {describe_moment(run)}" if run is not None else "", True
-
-
-def _describe_known(places: Sequence[Place], comparison: Comparison | None) -> str:
-    runs = [run for place in places for check in _checks(place) for run in starts_of(check)]
-    if runs:
-        return f"broken since {describe_moment(min(runs, key=lambda run: time_of(run.started)))}"
-    is_known = comparison is not None and any(place.checks for place in places)
-    return f"also in the run of {describe_moment(run_of(comparison.before))}" if comparison and is_known else ""
-
-
-def _checks(place: Place) -> list[CheckRecord]:
-    """Return the checks with those findings only that have the place's cause."""
-    return [replace(check, findings=place.findings or check.findings) for check in place.checks]
-
-
-def _new_in(check: CheckRecord, place: Place, this: EarlierRun, failures: dict[tuple[str, str], Change]) -> int:
-    """Return how many findings, or failures without any, were not there before, as far as is known."""
-    if check.history is not None:
-        found = starts_of(check).get(this)
-        return 0 if found is None else len(found) or 1
-    names = place.loader.loader, f"{place.loader.loader}, {place.loader.world}"
-    change = next((failures[name, check.check] for name in names if (name, check.check) in failures), None)
-    if change is None:
-        return 0
-    known = failures_of(change.before) if change.before is not None else {}
-    return sum(failure not in known for failure in failures_of(check))
+    new = sum(len(check.get(this, ())) for checks in starts for check in checks)
+    found = sum(len(place.findings) for place in places)
+    if new < found:
+        return f"new in {new} of {counted(found, 'finding')}", True
+    return f"new since the run of {describe_moment(report.earlier[-1])}", True

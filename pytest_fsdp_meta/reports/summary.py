@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
-from pytest_fsdp_meta.reports.schema import Curves, FindingRecord, Piece, Summary, TensorRecord, Traffic
+from pytest_fsdp_meta.reports.schema import Curves, Piece, Summary, TensorRecord, Traffic
 from pytest_fsdp_meta.reports.traced_step import record_step
 from pytest_fsdp_meta.text import as_bytes, first_of
 
@@ -76,14 +75,6 @@ def _same_on_another_rank(tensor: TensorFacts, inventory: Sequence[RankInventory
     """Return whether a rank that holds another part of the tensor holds the same bits."""
     others = (rank.by_name.get(tensor.name, tensor) for rank in inventory)
     return any(other.regions != tensor.regions and _bits(other) == _bits(tensor) for other in others)
-
-
-def record_findings(verdict: Verdict) -> tuple[FindingRecord, ...]:
-    """Return the findings of a verdict as a report has them."""
-    return tuple(
-        FindingRecord(one.tensor, one.ranks, one.actual, one.expected, one.detail, one.cause, one.remedy, one.origin)
-        for one in verdict.findings
-    )
 
 
 def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:

@@ -132,15 +132,17 @@ def group_for_lines(findings: Sequence[Found], most: int = MOST_ALIKE) -> list[l
 def describe_findings(findings: Sequence[Found], kinds: Kinds, with_detail: bool = True) -> str:
     """Return findings in one line: those of the first tensors that have one name, and the number of the others."""
     name, alike = _name_first(group_for_lines(findings)[0], kinds)
-    first = alike[0]
-    mismatch, detail = describe_mismatch(first), first.detail if with_detail else ""
-    if any(describe_mismatch(one) != mismatch for one in alike):
-        detail = "; ".join(filter(None, [f"the numbers are those of {printable(str(first.tensor))}", detail]))
-    elif detail and any(one.detail != detail for one in alike):
-        detail = f"{printable(str(first.tensor))}: {detail}"
-    more = len(findings) - len(alike)
-    line = f"{name}, {name_ranks(first.ranks)}: {mismatch}" + (f" ({detail})" if detail else "")
+    note, more = describe_first(alike, with_detail), len(findings) - len(alike)
+    line = f"{name}, {name_ranks(alike[0].ranks)}: {describe_mismatch(alike[0])}" + (f" ({note})" if note else "")
     return line + (f"; {counted(more, 'more finding')}" if more else "")
+
+
+def describe_first(similar: Sequence[Found], with_detail: bool = True) -> str:
+    """Return the detail of the first finding, and that detail or numbers are its own if others have other ones."""
+    name, detail = printable(str(similar[0].tensor)), similar[0].detail if with_detail else ""
+    if any(describe_mismatch(one) != describe_mismatch(similar[0]) for one in similar):
+        return "; ".join(filter(None, [f"the numbers are those of {name}", detail]))
+    return f"{name}: {detail}" if detail and any(one.detail != detail for one in similar) else detail
 
 
 def _name_first(group: Sequence[Found], kinds: Kinds) -> tuple[str, Sequence[Found]]:
@@ -172,9 +174,7 @@ def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
     details = {printable(str(finding.tensor)): finding.detail for finding in group}
     names = fold_tensors(list(details), verdict.model)
     if any(describe_mismatch(finding) != mismatch for finding in group):
-        first = next(iter(details))
-        detail = "; ".join(filter(None, [f"the numbers are those of {first}", details[first]]))
-        return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({detail})"]
+        return [f"  {first_of(list(names), MOST_ALIKE)}, {ranks}: {mismatch} ({describe_first(group)})"]
     lines, shown = [], set[str]()
     for folded, name in names.items():
         detail = details[name]

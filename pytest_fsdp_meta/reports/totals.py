@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.structure.facts import describe_mesh
-from pytest_fsdp_meta.reports.failures import describe_failures, failing_loaders, is_crashed
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -20,17 +19,15 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import (
-    CRASH,
-    ERROR,
-    FINDING,
-    STRICT,
-    UNEXPECTED_PASS,
-    Place,
+    KINDS,
     Story,
+    describe_failures,
     describe_reasons,
+    is_crashed,
+    is_failing,
     stories_of,
 )
-from pytest_fsdp_meta.reports.terminal import describe_findings, paragraph, shorten_list
+from pytest_fsdp_meta.reports.terminal import paragraph, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, printable
 
 ACTIVITIES = {
@@ -61,14 +58,6 @@ ACTIVITIES = {
 MOST_ACTIVITIES = 3
 """Activities named in the line of a loader."""
 MOST_CAUSES = 20
-LABELS = {
-    CRASH: ("crash", "crash"),
-    FINDING: ("likely cause", "cause"),
-    ERROR: ("error", "error"),
-    STRICT: ("failed", "failure"),
-    UNEXPECTED_PASS: ("unexpected pass", "unexpected pass"),
-}
-"""Kind of a failure -> what stands before its cause, and the noun for several of them."""
 NOTES = {
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
     "random, in the reference and in its checkpoint",
@@ -78,8 +67,6 @@ NOTES = {
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }
 """Kind of a note in ``LoaderRecord.notes`` -> the sentence about it."""
-MOST_PLACES = 20
-"""Checks and loaders listed for one cause."""
 FIELDS_TO_SUGGEST = ("reference", "batch", "loss", "optimizer", "train_step", "data", "scheduler", "save")
 """The fields of Subject that most loaders can declare, those worth most first."""
 MOST_NEXT = 3
@@ -121,7 +108,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_show
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
-        yield f"{failures} in {len(failing_loaders(loaders))} of {len(loaders)} loaders", RED
+        yield f"{failures} in {sum(map(is_failing, loaders))} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
 
 
@@ -158,9 +145,10 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
 def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterator[Line]:
     stories = stories_of(loaders)
     if is_shown and (alone := _only_failure(stories)):
-        yield f"failed: {_describe_place(alone)}", {}
+        (line,) = alone.describe_places(with_detail=False)
+        yield f"failed: {printable(line)}", {}
         return
-    for kind, (label, noun) in LABELS.items():
+    for kind, (_, label, noun) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         for story in same[:MOST_CAUSES]:
             yield from _describe_story(f"{story.number}. {label}: " if story.cause else f"{story.number}. ", story)
@@ -170,13 +158,14 @@ def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterato
         yield "", {}
 
 
-def _only_failure(stories: Sequence[Story]) -> Place | None:
-    """Return the place of the failed check, with all of its findings, if nothing else needs a fix."""
+def _only_failure(stories: Sequence[Story]) -> Story | None:
+    """Return the story of the failed check, with all of its findings, if nothing else needs a fix."""
     places = [place for story in stories for place in story.places]
     failed = {(id(place.loader), id(place.check)) for place in places}
     if len(failed) != 1 or not all(place.findings for place in places):
         return None
-    return replace(places[0], findings=tuple(found for place in places for found in place.findings))
+    findings = tuple(found for place in places for found in place.findings)
+    return replace(stories[0], places=(replace(places[0], findings=findings),))
 
 
 def _describe_story(label: str, story: Story) -> Iterator[Line]:
@@ -186,23 +175,8 @@ def _describe_story(label: str, story: Story) -> Iterator[Line]:
         yield paragraph("   where it starts: ", origin), {}
     if story.remedy:
         yield paragraph("   remedy: ", story.remedy), {}
-    for place in story.places[:MOST_PLACES]:
-        yield f"   {_describe_place(place, story.kind)}", {}
-    if len(story.places) > MOST_PLACES:
-        yield f"   ... and {len(story.places) - MOST_PLACES} more", {}
-
-
-def _describe_place(place: Place, kind: str = FINDING) -> str:
-    where = printable(place.loader.loader)
-    if place.check is None:
-        return where
-    if place.findings:  # pytest's section of failures has their details
-        return f"{place.check.check} in {where}: {describe_findings(place.findings, place.kinds, with_detail=False)}"
-    if kind == CRASH:  # the line of the loader has the number of its checks
-        return where
-    if len(place.checks) > 1:
-        return f"{where}: {counted(len(place.checks), 'check')} not judged"
-    return f"{place.check.check} in {where}"
+    # pytest's section of failures has the details.
+    yield from ((f"   {printable(line)}", {}) for line in shorten_list(story.describe_places(with_detail=False)))
 
 
 def describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[str]:

@@ -98,27 +98,47 @@ def _rows(
     calls: Sequence[MergedCall], columns: Sequence[Sequence[int]], kinds: Mapping[str, str], near: int
 ) -> Iterator[TracedRow]:
     """Yield a row for each call near a beginning, and one for each stretch of other calls."""
-    merged = [_in_columns(one, columns) for one in calls]
-    alone = _rows_of_their_own(merged, near)
+    rows = [_row(one, columns, kinds) for one in calls]
+    alone = _rows_of_their_own(rows, near)
     start = 0
-    for index in range(len(merged) + 1):
-        if index < len(merged) and index not in alone:
+    for index in range(len(rows) + 1):
+        if index < len(rows) and index not in alone:
             continue
-        stretch = merged[start:index]
-        if len(stretch) < FEWEST_FOLDED:
-            yield from (_row([one], kinds) for one in stretch)
-        else:
-            yield _row(stretch, kinds)
-        if index < len(merged):
-            yield _row([merged[index]], kinds)
+        stretch = rows[start:index]
+        yield from stretch if len(stretch) < FEWEST_FOLDED else [_fold(stretch)]
+        yield from rows[index : index + 1]
         start = index + 1
 
 
-def _in_columns(one: MergedCall, columns: Sequence[Sequence[int]]) -> MergedCall:
+def _row(one: MergedCall, columns: Sequence[Sequence[int]], kinds: Mapping[str, str]) -> TracedRow:
     """Return the call with a state for each column, the worst of its ranks, and how far off the farthest rank is."""
-    states = [max((NAMES[one.states[rank]] for rank in ranks), key=SEVERITY.__getitem__) for ranks in columns]
-    distances = [_farthest([one.distances[rank] for rank in ranks]) for ranks in columns]
-    return replace(one, states=tuple(states), distances=tuple(distances), how=())
+    return TracedRow(
+        stage=one.call.stage,
+        module=one.call.module,
+        states=tuple(_worst([NAMES[one.states[rank]] for rank in ranks]) for ranks in columns),
+        distances=tuple(_farthest([one.distances[rank] for rank in ranks]) for ranks in columns),
+        kind=kinds.get(one.call.module, ""),
+        turn=one.call.turn,
+    )
+
+
+def _fold(rows: Sequence[TracedRow]) -> TracedRow:
+    """Return successive calls as one row, with the worst state of each column."""
+    by_column = list(zip(*(row.states for row in rows), strict=True))
+    worst = tuple(map(_worst, by_column))
+    return replace(
+        rows[0],
+        states=worst,
+        distances=tuple(map(_farthest, zip(*(row.distances for row in rows), strict=True))),
+        kind="",
+        calls=len(rows),
+        until=rows[-1].module,
+        times=tuple(states.count(state) for states, state in zip(by_column, worst, strict=True)),
+    )
+
+
+def _worst(states: Sequence[str]) -> str:
+    return max(states, key=SEVERITY.__getitem__)
 
 
 def _farthest(distances: Sequence[float | None]) -> float | None:
@@ -126,34 +146,17 @@ def _farthest(distances: Sequence[float | None]) -> float | None:
     return None if known is None else float(f"{known:.3g}")
 
 
-def _rows_of_their_own(merged: Sequence[MergedCall], near: int) -> Collection[int]:
+def _rows_of_their_own(rows: Sequence[TracedRow], near: int) -> Collection[int]:
     """Return the calls ``near`` the first that departs, and those next to others where a column ceases to agree."""
-    first = next((index for index, one in enumerate(merged) if "departs" in one.states), None)
-    others = [index for index, one in enumerate(merged) if _begins(one, merged[index - 1] if index else None)]
+    first = next((index for index, one in enumerate(rows) if "departs" in one.states), None)
+    others = [index for index, one in enumerate(rows) if _begins(one, rows[index - 1] if index else None)]
     others = [index for index in others if index != first][:MOST_BEGINNINGS]
     around = [(index, NEXT) for index in others] + ([(first, near)] if first is not None else [])
     return {other for index, reach in around for other in range(index - reach, index + reach + 1)}
 
 
-def _begins(one: MergedCall, before: MergedCall | None) -> bool:
+def _begins(one: TracedRow, before: TracedRow | None) -> bool:
     off = ("in between", "departs")
     return any(
         state in off and (before is None or before.states[column] not in off) for column, state in enumerate(one.states)
-    )
-
-
-def _row(calls: Sequence[MergedCall], kinds: Mapping[str, str]) -> TracedRow:
-    first, several = calls[0].call, len(calls) > 1
-    by_column = list(zip(*(one.states for one in calls), strict=True))
-    worst = [max(states, key=SEVERITY.__getitem__) for states in by_column]
-    return TracedRow(
-        stage=first.stage,
-        module=first.module,
-        states=tuple(worst),
-        distances=tuple(map(_farthest, zip(*(one.distances for one in calls), strict=True))),
-        kind="" if several else kinds.get(first.module, ""),
-        turn=first.turn,
-        calls=len(calls),
-        until=calls[-1].call.module if several else "",
-        times=tuple(states.count(state) for states, state in zip(by_column, worst, strict=True)) if several else (),
     )

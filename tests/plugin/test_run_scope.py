@@ -148,13 +148,6 @@ def test_a_folder_with_damaged_reports_loses_no_run(repository: Project) -> None
     assert [run["started"] for run in report["earlier"]] == ["2026-11-19T02:17:00+00:00"]
 
 
-def test_an_empty_folder_excuses_nothing(repository: Project) -> None:
-    (repository.path / "reports").mkdir()
-    result = repository.run("--fsdp-compare=reports", "--fsdp-fail-on=regression", "a")
-    assert result.ret == 0
-    assert "no comparison: no report in reports, so every failure counts" in result.outlines
-
-
 @pytest.mark.parametrize("value", ["maybe", "tests/test_it.py"])
 def test_a_pattern_that_names_no_loader_is_refused(project: Project, value: str) -> None:
     (line,) = errors(project.collect("-o", f"fsdp_allow_missing={value}"))

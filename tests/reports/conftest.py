@@ -128,7 +128,8 @@ def files(tmp_path_factory) -> Callable[[str], Path]:
         path = folder / f"{name}.html"
         if not path.exists():
             now = PAGES[name]()
-            before = BEFORE.get(name, lambda now: None)(now)
+            before = BEFORE[name](now) if name in BEFORE else None
+            now = now if before is None else factory.with_history(now, [before])
             write_page(now, path, compare(before, now) if before else None)
         return path
 

@@ -12,10 +12,8 @@ import pytest
 
 from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
-from pytest_fsdp_meta.reports.earlier import read_earlier
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
-    Timeline,
     describe_history,
     describe_moment,
     describe_results,
@@ -35,7 +33,9 @@ from pytest_fsdp_meta.reports.schema import (
     Header,
     LoaderRecord,
     Report,
+    Summary,
 )
+from pytest_fsdp_meta.reports.timeline import Timeline, read_timeline
 from tests.reports.report_factory import HOSTILE, LLAMA, check, finding, header, loader, report, with_history
 
 CHECK = "no_meta_params"
@@ -271,7 +271,7 @@ def test_the_starts_of_findings_are_read_from_a_file(tmp_path):
     path = write(tmp_path, "3/report.json", made[-1])
     assert read_report(path) == made[-1]
     now = with_findings("passed", [A], [A, B], [A, B], history=False)[-1]
-    assert starts(with_history(now, read_earlier([str(tmp_path)], NOW).past)) == {"a": "c2", "b": "c3"}
+    assert starts(with_history(now, read_timeline([str(tmp_path)], NOW).past)) == {"a": "c2", "b": "c3"}
 
 
 def test_a_commit_is_shortened_and_a_time_that_is_none_is_shown_as_it_is():
@@ -302,10 +302,10 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
     for name, day in runs.items():
         write(tmp_path, name, night(day, "failed" if day == 4 else "passed"))
     write(tmp_path, "a/evidence/other.json", "{}")
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert [one.header.commit for one in found.past] == ["c1", "c2", "c3", "c4"]
-    assert found.notes == ()
-    assert found.before == read_report(tmp_path / "b/report.json"), "in full"
+    assert not found.notes
+    assert found.before == read_report(tmp_path / "b/report.json")
     assert found.which == "the last run that passed (4 read)"
 
 
@@ -323,7 +323,7 @@ def test_a_folder_of_reports_is_read_in_the_order_of_time(tmp_path):
 def test_the_last_run_that_passed_is_compared(tmp_path, runs):
     for number, facts in enumerate(runs, 1):
         write(tmp_path, f"{number}/report.json", night(number, **facts))
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert (found.before.header.commit, found.which) == ("c2", "the last run that passed (3 read)")
     assert len(found.past) == 3
 
@@ -331,11 +331,11 @@ def test_the_last_run_that_passed_is_compared(tmp_path, runs):
 def test_nothing_is_excused_if_none_passed_but_the_history_is_known(tmp_path):
     for day in (1, 2):
         write(tmp_path, f"{day}/report.json", night(day, "failed"))
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert found.before is None
     assert found.problem == "no comparison: no earlier run passed (2 read), so every failure counts"
     assert history_of(with_history(night(3, "failed"), found.past)).results == "FF"
-    named = read_earlier([str(tmp_path / "1")], NOW)
+    named = read_timeline([str(tmp_path / "1")], NOW)
     assert named.before.header.commit == "c1", "a single report is compared with, passed or not"
 
 
@@ -359,7 +359,7 @@ def test_what_is_wrong_in_a_folder_is_one_line_each_and_the_rest_is_read(tmp_pat
     for name, content in wrong.items():
         write(tmp_path, f"{name}/report.json", content)
     (tmp_path / "13" / "report.json").mkdir(parents=True)
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert [one.header.commit for one in found.past if one.header.commit != "c2"] == ["c1"]
     assert found.before.header.commit == "c1"
     lines = sorted(note.removeprefix(f"{tmp_path}/") for note in found.notes)
@@ -377,10 +377,11 @@ def test_what_is_wrong_in_a_folder_is_one_line_each_and_the_rest_is_read(tmp_pat
 
 def test_an_empty_folder_has_nothing_to_compare(tmp_path):
     assert (
-        read_earlier([str(tmp_path)], NOW).problem == f"no comparison: no report in {tmp_path}, so every failure counts"
+        read_timeline([str(tmp_path)], NOW).problem
+        == f"no comparison: no report in {tmp_path}, so every failure counts"
     )
     write(tmp_path, "1/report.json", "")
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert found.problem == f"no comparison: no report in {tmp_path} (1 file left out), so every failure counts"
     assert len(found.notes) == 1
 
@@ -388,24 +389,27 @@ def test_an_empty_folder_has_nothing_to_compare(tmp_path):
 def test_a_named_file_that_is_not_a_report_is_an_error(tmp_path):
     good, bad = write(tmp_path, "1.json", night(1)), write(tmp_path, "2.json", "")
     with pytest.raises(ValueError, match=r"2\.json: not JSON"):
-        read_earlier([str(good), str(bad)], NOW)
+        read_timeline([str(good), str(bad)], NOW)
 
 
 def test_only_the_last_reports_of_a_large_folder_are_read(tmp_path):
     for number in range(1, 26):
         write(tmp_path, f"{number}/report.json", night(number))
     write(tmp_path, "old/report.json", night(1).header.started.join(['{"header": {"started": "', '"}, cut']))
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert [one.header.commit for one in found.past] == [f"c{day}" for day in range(26 - MOST_RUNS + 1, 26)]
-    assert found.notes == ()
+    assert not found.notes
 
 
 def test_a_single_report_is_read_by_its_name_or_its_folder(tmp_path):
-    path = write(tmp_path, FILE, night(2, "failed"))
+    """Of its summaries, the losses alone."""
+    path = write(tmp_path, FILE, report(loader()))
     write(tmp_path, "older/report.json", night(1))
     for given in (path, tmp_path):
-        found = read_earlier([str(given)], NOW)
-        assert found.before == read_report(path)
+        found = read_timeline([str(given)], NOW)
+        assert found.before == read_report(path, brief=True)
+        summary = found.before.loaders[0].summary
+        assert summary == Summary(losses=loader().summary.losses)
         assert found.which == ""
 
 
@@ -415,7 +419,7 @@ def test_a_report_without_history_is_read(tmp_path):
     for one in data["loaders"][0]["checks"]:
         del one["history"]
     write(tmp_path, "1/report.json", json.dumps(data))
-    found = read_earlier([str(tmp_path)], NOW)
+    found = read_timeline([str(tmp_path)], NOW)
     assert history_of(with_history(night(2), found.past)).results == "p"
 
 

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     Traffic,
 )
 from pytest_fsdp_meta.evidence import WorldFacts
-from pytest_fsdp_meta.reports.sizes import BAR_WIDTH, describe_sizes, size_view
+from pytest_fsdp_meta.reports.sizes import BAR_WIDTH, describe_sizes, size_view, why_no_step
 from pytest_fsdp_meta.text import as_bytes
 
 GIB = 2**30
@@ -88,11 +88,12 @@ def test_what_all_ranks_hold_is_said_where_it_is_known():
 @pytest.mark.parametrize(("memory", "scale"), [(0, 16), (16, 16), (64, 48)])
 def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
     view = size_view((LARGE, SMALL, FAILED), device(memory))
-    assert [row.size.size for row in view.rows] == [2, 8, 64]
+    assert [one.size for one in view.worlds] == [2, 8, 64]
     assert view.limit == (pytest.approx(0.75 * memory / scale * BAR_WIDTH) if memory else None)
-    ends = [[sum(bar.width for bar in phase.bars) for phase in row.peaks] for row in view.rows]
+    steps = [one.step for one in view.worlds]
+    ends = [[sum(bar.width for bar in view.bars(peak)) for peak in step.peaks] if step else [] for step in steps]
     assert ends == [[], *(pytest.approx([n / scale * BAR_WIDTH for n in of]) for of in ((4, 11, 16), (1, 10, 8)))]
-    assert view.rows[0].why == "rank 0 raised KeyError: 2"
+    assert why_no_step(view.worlds[0]) == "rank 0 raised KeyError: 2"
     assert size_view((), device(memory)) is None
 
 
@@ -107,4 +108,6 @@ def test_the_modules_of_the_largest_world_are_listed_by_what_they_send():
 
 
 def test_amounts_have_three_digits():
-    assert [as_bytes(n) for n in (5, 1536, 1010 * GIB, 3 * GIB // 2)] == ["5 bytes", "1.5 KiB", "1010 GiB", "1.5 GiB"]
+    assert [as_bytes(n) for n in (5, 1536, 2**20 - 1, 1010 * GIB, 3 * GIB // 2)] == [
+        *("5 bytes", "1.5 KiB", "1 MiB", "1010 GiB", "1.5 GiB")
+    ]

@@ -41,7 +41,8 @@ FOUND = FindingRecord("a.weight", (0, 1), "on meta", "on a device", cause="nobod
 
 def item(check: str, status: str = "passed", **facts: object) -> ItemContext:
     record = CheckRecord(check, status, f"t.py::test_x[{check}]")
-    return ItemContext("t.py::test_x", "t.py::test_x", record, WORLD, tuple(IDS[:3]), **facts)  # type: ignore[arg-type]
+    loader = LoaderRecord("t.py::test_x", WORLD, (), **facts)  # type: ignore[arg-type]
+    return ItemContext("t.py::test_x", loader, record, tuple(IDS[:3]), describes_loader=bool(facts))
 
 
 def record(check: str, kind: str) -> CheckRecord:
@@ -450,7 +451,7 @@ def test_an_error_is_shown_once_with_its_reason() -> None:
     assert lines[1:] == [
         "",
         f"1. error: {reason}",
-        "   t.py::test_x: 2 checks not judged",
+        f"   {IDS[0]} and 1 more in t.py::test_x",
         "",
         "2 of 2 checks accounted for; nothing was judged, so nothing has passed",
     ]

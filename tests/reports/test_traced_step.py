@@ -14,7 +14,7 @@ from pytest_fsdp_meta.checks.tracing.facts import ModuleFacts, RankTrace, Traced
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import render
-from pytest_fsdp_meta.reports.page.traced import PhaseView, describe_multiple, step_view
+from pytest_fsdp_meta.reports.page.traced import PhaseView, cells_of, describe_multiple, step_view
 from pytest_fsdp_meta.reports.schema import TracedPhase, TracedRow, TracedStep
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.traced_step import MOST_COLUMNS, NEAR, record_step
@@ -211,11 +211,11 @@ def test_why_a_step_was_not_traced_is_told():
 
 
 def marks(phase: PhaseView) -> dict[str, str]:
-    return {row.row.module: row.here for row in phase.rows if row.here}
+    return {phase.first.module: phase.here} if phase.first is not None and phase.here else {}
 
 
-def cells(phase: PhaseView) -> list[list[str]]:
-    return [[f"{cell.state}: {cell.text} {cell.verb}" for cell in row.cells] for row in phase.rows]
+def cells(phase: PhaseView, step: TracedStep) -> list[list[str]]:
+    return [[f"{cell.state}: {cell.text} {cell.verb}" for cell in cells_of(row, step)] for row in phase.rows]
 
 
 def test_the_page_marks_the_place_and_counts_calls():
@@ -224,15 +224,16 @@ def test_the_page_marks_the_place_and_counts_calls():
     forward, backward = view.phases
     assert marks(forward) == {"model.layers.2.mlp.act_fn": "starts here"}
     assert marks(backward) == {}
-    assert cells(forward)[:4] == [
+    assert cells(forward, view.record)[:4] == [
         ["agrees: all agree", "agrees: all agree"],
         ["not compared:  not compared", "in between: 5 in between"],
         ["agrees:  agrees", "agrees:  agrees"],
         ["agrees:  agrees", "departs: 540k departs"],
     ]
-    assert cells(backward)[1] == ["agrees: all agree", "departs: 60 of 97 depart"]
-    assert [row.depth for row in forward.rows[1:]] == [4, 5, 5, 5, 4, 0]
-    assert [row.notes for row in forward.rows[3:5]] == [(), ("input",)]
+    assert cells(backward, view.record)[1] == ["agrees: all agree", "departs: 60 of 97 depart"]
+    page = render(report())
+    assert re.findall(r'"place depth-(\d)"', page)[:6] == ["4", "5", "5", "5", "4", "0"]
+    assert page.count('<span class="tag">input</span>') == 1
 
 
 def test_calls_that_were_not_compared_do_not_hide_those_that_agree():
@@ -240,8 +241,7 @@ def test_calls_that_were_not_compared_do_not_hide_those_that_agree():
     again = TracedRow("output", "head", ("departs",), (None,), turn=2)
     step = TracedStep(((0,),), TracedPhase((folded, again)), TracedPhase())
     view = step_view(step)
-    assert cells(view.phases[0]) == [["agrees: 7 of 9 agree"], ["departs:  departs"]]
-    assert view.phases[0].rows[1].notes == ("call 3",)
+    assert cells(view.phases[0], step) == [["agrees: 7 of 9 agree"], ["departs:  departs"]]
     assert (view.place, marks(view.phases[0])) == ("no module is named", {"head": "first to depart"})
     assert "beyond doubt" in view.problem
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
+from pytest_fsdp_meta.reports.timeline import Timeline
 
 USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [EARLIER.json]]"
 
@@ -20,11 +21,16 @@ def main(arguments: list[str]) -> str | None:
     target = Path(arguments[1]) if len(arguments) > 1 else source.with_name("index.html")
     try:
         report = read_report(source)
-        comparison = compare(read_report(Path(arguments[2])), report) if len(arguments) > 2 else None
+        before = read_report(Path(arguments[2])) if len(arguments) > 2 else None
     except ValueError as error:
         return str(error)
     try:
-        write_page(report, target, comparison)
+        if before is None:
+            write_page(report, target)
+        else:
+            # A report that was compared when it was written knows more runs.
+            history = report if report.earlier else Timeline([before]).add_to(report)
+            write_page(history, target, compare(before, report))
     except OSError as error:
         return f"{target}: {error.strerror or error}"
     except (ArithmeticError, ValueError, LookupError, TypeError, MemoryError) as error:  # an edited file's numbers

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.compare import Comparison
 from pytest_fsdp_meta.reports.page.checks import CheckView, Line, as_line
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
-from pytest_fsdp_meta.reports.schema import FindingRecord
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
-from pytest_fsdp_meta.reports.terminal import describe_mismatch, fold_tensors, group_for_lines
+from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
 
 MOST_CARDS = 12
 """Cards that are not folded."""
@@ -54,10 +52,10 @@ class Card:
         return sum(value.findings for value in self.values[MOST_VALUES:])
 
 
-def make_cards(page: PageView, comparison: Comparison | None) -> list[Card]:
+def make_cards(page: PageView) -> list[Card]:
     """Return the cards of a page, in the terminal's order."""
     views = {id(loader.record): loader for loader in page.loaders}
-    stories = with_starts(stories_of(page.report.loaders), page.report, comparison)
+    stories = with_starts(stories_of(page.report.loaders), page.report)
     return [Card(story, tuple(_values(story, views)), tuple(_chips(story, views))) for story in stories]
 
 
@@ -82,15 +80,6 @@ def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterable[Value]:
                 found[key] = replace(known, loaders=known.loaders + 1, findings=number)
             else:
                 names = tuple(fold_tensors(line.names, place.kinds))
-                note, where = _describe_first(similar), views[id(place.loader)].short
+                note, where = describe_first(similar), views[id(place.loader)].short
                 found[key] = Value(place.check.check, line, names, note, where, len(similar))
     return found.values()
-
-
-def _describe_first(similar: Sequence[FindingRecord]) -> str:
-    """Return the detail of the first finding, and that the numbers are its own if others have other ones."""
-    first = similar[0]
-    if any(describe_mismatch(one) != describe_mismatch(first) for one in similar):
-        return "; ".join(filter(None, [f"the numbers are those of {first.tensor}", first.detail]))
-    is_shared = all(one.detail == first.detail for one in similar)
-    return first.detail if is_shared or not first.detail else f"{first.tensor}: {first.detail}"

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import ceil, floor, inf, isfinite, log2, log10
 
 from pytest_fsdp_meta.reports.schema import Curves, Summary
+from pytest_fsdp_meta.text import as_bytes
 
 FLOOR = 1e-9
 """Relative differences are drawn on a log scale, and equal losses at this height."""
@@ -176,7 +177,7 @@ def bytes_axis(label: str, largest: float) -> Axis:
     """Return an axis from zero, with a power of two between its ticks."""
     high = largest * 1.05 or 1.0
     apart = 2.0 ** max(0, ceil(log2(high / (MOST_TICKS - 1))))
-    return Axis(label, 0, high, _ticks(0, high, apart), lambda size: describe_bytes(round(size)))
+    return Axis(label, 0, high, _ticks(0, high, apart), lambda size: as_bytes(round(size)))
 
 
 def log_axis(label: str, low: float, high: float, write: Callable[[float], str]) -> Axis:
@@ -197,22 +198,11 @@ def _ticks(low: float, high: float, apart: float) -> tuple[float, ...]:
     return tuple(number * apart for number in range(ceil(low / apart), floor(high / apart) + 1))
 
 
-def describe_bytes(size: int | None) -> str:
-    """Return a text such as "1.5 MiB"."""
-    if size is None:
-        return "unknown"
-    value, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5:  # larger values would be rounded to 1024
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-
-
 @dataclass(frozen=True)
 class LossRow:
-    """One training step in the table; None where there is no reference."""
+    """One training step, from 1; None where there is no reference."""
 
+    step: int
     mean: float
     reference: float | None
     difference: float | None
@@ -240,7 +230,7 @@ class LossChart:
     @property
     def off(self) -> tuple[int, ...]:
         """The steps, from 1, whose loss differs by more than the tolerance."""
-        return tuple(step for step, row in enumerate(self.rows, 1) if row.is_off)
+        return tuple(row.step for row in self.rows if row.is_off)
 
 
 def loss_chart(losses: Curves) -> LossChart:
@@ -252,10 +242,9 @@ def loss_chart(losses: Curves) -> LossChart:
 
 
 def _plot_differences(rows: Sequence[LossRow]) -> Plot:
-    difference = Line(
-        "difference", "main", [(step, _drawn(row.difference)) for step, row in _steps(rows)], has_dots=True
-    )
-    allowed = Line("allowed", "allowed", [(step, _positive(row.allowed)) for step, row in _steps(rows)])
+    difference = Line("difference", "main", [(row.step, _drawn(row.difference)) for row in rows], has_dots=True)
+    limits = ((row.step, row.allowed) for row in rows)
+    allowed = Line("allowed", "allowed", [(step, y if y is not None and 0 < y < inf else None) for step, y in limits])
     known = [value for _, value in (*difference.points, *allowed.points) if value is not None]
     low, high = min([1e-7, *known]) / 2, max([1e-4, *known]) * 3
     has_band = any(value is not None for _, value in allowed.points)
@@ -265,7 +254,7 @@ def _plot_differences(rows: Sequence[LossRow]) -> Plot:
         (difference, allowed) if has_band else (difference,),
         _lost(rows),
         allowed if has_band else None,
-        frozenset(step for step, row in _steps(rows) if row.is_off),
+        frozenset(row.step for row in rows if row.is_off),
     )
 
 
@@ -296,13 +285,9 @@ def plot_memory(summary: Summary) -> Plot | None:
     )
 
 
-def _steps(rows: Sequence[LossRow]) -> list[tuple[int, LossRow]]:
-    return list(enumerate(rows, 1))
-
-
 def _lost(rows: Sequence[LossRow]) -> tuple[int, ...]:
     """Return the steps, from 1, whose loss is NaN or infinite on the ranks or in the reference."""
-    return tuple(step for step, row in _steps(rows) if not _is_finite(row))
+    return tuple(row.step for row in rows if not isfinite(row.mean) or not isfinite(row.reference or 0.0))
 
 
 def _row(losses: Curves, step: int, largest: float) -> LossRow:
@@ -311,24 +296,16 @@ def _row(losses: Curves, step: int, largest: float) -> LossRow:
     if reference is not None:
         difference = abs(mean - reference) / largest if isfinite(mean) and isfinite(reference) else float("inf")
     allowed = _at(losses.tolerance, step)
-    return LossRow(mean, reference, difference, allowed, tuple(_at(one, step) for one in losses.ranks))
+    return LossRow(step + 1, mean, reference, difference, allowed, tuple(_at(one, step) for one in losses.ranks))
 
 
 def _at(values: Sequence[float], step: int) -> float | None:
     return values[step] if step < len(values) else None
 
 
-def _is_finite(row: LossRow) -> bool:
-    return isfinite(row.mean) and (row.reference is None or isfinite(row.reference))
-
-
 def _drawn(difference: float | None) -> float | None:
     """Return a difference for a log scale; None, which is a gap, where it is not finite or unknown."""
     return max(difference, FLOOR) if difference is not None and isfinite(difference) else None
-
-
-def _positive(value: float | None) -> float | None:
-    return value if value is not None and 0 < value < inf else None
 
 
 def _finite(values: Sequence[float]) -> list[tuple[float, float | None]]:

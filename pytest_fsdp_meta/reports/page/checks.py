@@ -1,4 +1,4 @@
-"""A check of a loader as the page shows it: its findings by cause, and its last runs as a strip of bars."""
+"""Checks as the page shows them: findings by cause, last runs as a strip of bars, and what was not checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_fsdp_meta.reports.failures import explain_pass
 from pytest_fsdp_meta.reports.history import (
     BROKEN,
     GOOD,
@@ -21,9 +20,12 @@ from pytest_fsdp_meta.reports.history import (
     starts_of,
 )
 from pytest_fsdp_meta.reports.schema import ABSENT, FAILED, CheckRecord, FindingRecord, Report
+from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.terminal import by_cause, group_similar, origins
 from pytest_fsdp_meta.text import first_of, fold_names
 
+UNCHECKED = ("partly checked", "not declared")
+"""Kinds of checks that check more if the test or the model changes, in the order in which the page shows them."""
 MOST_DETAILS = 500
 """Tensors of one line whose details are listed; report.json has them all."""
 STEP, BAR, HEIGHT = 8, 6, 16
@@ -46,23 +48,6 @@ class Line:
     @property
     def folded(self) -> tuple[str, ...]:
         return tuple(fold_names(self.names))
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause and its remedy, with the findings that it explains."""
-
-    cause: str
-    remedy: str
-    lines: tuple[Line, ...]
-
-
-def group_by_cause(findings: Iterable[FindingRecord]) -> tuple[Cause, ...]:
-    """Group findings by cause, in the order in which the judge reported them."""
-    return tuple(
-        Cause(cause, remedy, tuple(map(as_line, group_similar(group))))
-        for (cause, remedy), group in by_cause(findings).items()
-    )
 
 
 def as_line(findings: Sequence[FindingRecord]) -> Line:
@@ -93,10 +78,6 @@ class HistoryView:
         return len(self.results) * STEP
 
     @property
-    def is_flaky(self) -> bool:
-        return self.record.history is not None and self.record.history.flaky
-
-    @property
     def is_steady(self) -> bool:
         """Whether all runs had the same result."""
         return len(set(self.results)) == 1
@@ -121,12 +102,12 @@ class HistoryView:
 
     @property
     def flaky(self) -> str:
-        return describe_flaky(self.results) if self.is_flaky else ""
+        return describe_flaky(self.results) if self.record.history and self.record.history.flaky else ""
 
     @property
     def mark(self) -> str:
         """The class of the cell in the matrix."""
-        return "h-flaky" if self.is_flaky else "h-old" if self.is_old else ""
+        return "h-flaky" if self.flaky else "h-old" if self.is_old else ""
 
     @cached_property
     def paths(self) -> tuple[tuple[str, str], ...]:
@@ -162,7 +143,6 @@ class CheckView:
     anchor: str
     record: CheckRecord
     promise: str
-    family: str
     history: HistoryView | None = None
 
     @property
@@ -196,9 +176,35 @@ class CheckView:
         return self.record.status in FAILED or bool(self.record.findings)
 
     @cached_property
-    def causes(self) -> tuple[Cause, ...]:
-        return group_by_cause(self.record.findings)
+    def causes(self) -> list[tuple[str, str, list[Line]]]:
+        """Each cause with its remedy and the findings that it explains, in the order of the judge."""
+        groups = by_cause(self.record.findings).items()
+        return [(*explained, [as_line(one) for one in group_similar(group)]) for explained, group in groups]
 
     @property
     def origins(self) -> tuple[str, ...]:
         return origins(self.record.findings)
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """Checks that did not check everything, for the same reason, and the loaders with one of them."""
+
+    kind: str
+    reason: str
+    checks: tuple[CheckView, ...]
+    loaders: tuple[str, ...]
+
+
+def group_by_reason(loaders: Iterable[tuple[str, Iterable[CheckView]]], kinds: Sequence[str]) -> list[Unchecked]:
+    """Return each reason why checks are of these kinds, in their order. ``loaders`` has names and checks."""
+    found: dict[tuple[str, str], dict[str, CheckView]] = {}
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for name, checks in loaders:
+        for check in checks:
+            if check.kind in kinds:
+                key = check.kind, check.record.reason
+                found.setdefault(key, {}).setdefault(check.record.check, check)
+                where.setdefault(key, {})[name] = None
+    groups = (Unchecked(*key, tuple(views.values()), tuple(where[key])) for key, views in found.items())
+    return sorted(groups, key=lambda group: kinds.index(group.kind))

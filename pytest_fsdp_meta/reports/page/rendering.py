@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
-from pytest_fsdp_meta.reports.compare import Comparison, describe_changes, describe_comparison, mark_of
+from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
-from pytest_fsdp_meta.reports.page.charts import describe_bytes, describe_loss
+from pytest_fsdp_meta.reports.page.charts import describe_loss
 from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
+from pytest_fsdp_meta.reports.page.traced import DEEPEST, cells_of
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
-from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH
+from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
-from pytest_fsdp_meta.text import LINES, counted, first_of, fold_names, name_ranks, printable
+from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, name_ranks, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -64,12 +65,12 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
         .render(
             page=page,
             report=report,
-            cards=make_cards(page, comparison),
+            cards=make_cards(page),
             comparison_problem=problem,
             comparison=comparison
             and {
                 "before": comparison.before.header,
-                "changes": describe_changes(comparison),
+                "changes": comparison.describe_numbers() or "no changes",
                 "kinds": [(mark_of(kind), kind, *texts) for kind, *texts in describe_comparison(comparison)],
             },
             history_lists=list(describe_history(report)),
@@ -102,7 +103,9 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "amount": "{:,}".format,
-        "bytes": describe_bytes,
+        "cells": cells_of,
+        "why_no_step": why_no_step,
+        "bytes": lambda size: "unknown" if size is None else as_bytes(size),
         "counted": counted,
         "duration": describe_duration,
         "moment": describe_time,
@@ -130,6 +133,7 @@ def _environment() -> Environment:
         "PROBLEMS": PROBLEMS,
         "TRACED": TRACED,
         "TRACED_GLYPHS": TRACED_GLYPHS,
+        "DEEPEST": DEEPEST,
         "BACKWARD": BACKWARD,
         "SIZE_PARTS": PARTS,
         "SIZE_WIDTH": BAR_WIDTH,

@@ -15,8 +15,6 @@ MOST_BESIDE = 2
 DEEPEST = 5
 """Levels of modules that are indented."""
 PLURAL = {"agrees": "agree", "departs": "depart"}
-USUAL = ("output", "gradient")
-"""What is compared in a row of the forward, and of the backward, unless the row says otherwise."""
 UNITS = ("k", "M", "G", "T")
 NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
 NO_DEPARTURE = (
@@ -38,35 +36,14 @@ class CellView:
 
 
 @dataclass(frozen=True)
-class RowView:
-    """One call, or successive ones. The module's name is split into its parents and its own part."""
-
-    row: TracedRow
-    parents: tuple[str, ...]
-    own: str
-    notes: tuple[str, ...]
-    cells: tuple[CellView, ...]
-    here: str = ""
-    """What is said of the row if it is the first that departs."""
-    repeats: bool = False
-    """Whether the parents are those of the row above."""
-
-    @property
-    def depth(self) -> int:
-        return min(len(self.parents) + bool(self.row.module), DEEPEST)
-
-    @property
-    def until(self) -> list[str]:
-        return (self.row.until or "the model").split(".")
-
-
-@dataclass(frozen=True)
 class PhaseView:
-    """The forward or the backward; ``result`` says what departs first."""
+    """The forward or the backward; ``result`` says what departs first, and ``here`` what is said beside that row."""
 
     name: str
     result: str
-    rows: tuple[RowView, ...]
+    rows: tuple[TracedRow, ...]
+    first: TracedRow | None
+    here: str
 
 
 @dataclass(frozen=True)
@@ -81,8 +58,8 @@ class StepView:
     @property
     def agrees(self) -> bool:
         """Whether every call agrees, so that there are no rows to look at."""
-        states = {cell.state for phase in self.phases for row in phase.rows for cell in row.cells}
-        return states == {"agrees"}
+        rows = (row for phase in self.phases for row in phase.rows)
+        return {cell.state for row in rows for cell in cells_of(row, self.record)} == {"agrees"}
 
     @property
     def is_wide(self) -> bool:
@@ -114,28 +91,11 @@ def _phase(name: str, phase: TracedPhase, step: TracedStep) -> PhaseView:
     if name == ("forward" if step.forward.first else "backward") and first is not None:
         inside = "" if first.module == step.module else f", inside {step.module or 'the model'}"
         here = "first to depart" if step.module is None else f"starts here{inside}"
-    above = (None, *phase.rows)
-    rows = (
-        _row(row, step, here if row is first else "", before) for row, before in zip(phase.rows, above, strict=False)
-    )
-    return PhaseView(name, result, tuple(rows))
+    return PhaseView(name, result, phase.rows, first, here)
 
 
-def _row(row: TracedRow, step: TracedStep, here: str, before: TracedRow | None) -> RowView:
-    *parents, own = row.module.split(".")
-    notes = (row.stage if row.stage not in USUAL else "", f"call {row.turn + 1}" if row.turn else "")
-    return RowView(
-        row,
-        tuple(parents),
-        own or "the model",
-        tuple(filter(None, notes)),
-        tuple(_cells(row, step)),
-        here,
-        repeats=before is not None and before.calls == 1 and before.module.split(".")[:-1] == parents,
-    )
-
-
-def _cells(row: TracedRow, step: TracedStep) -> Iterator[CellView]:
+def cells_of(row: TracedRow, step: TracedStep) -> Iterator[CellView]:
+    """Yield the cells of a row, one for each group of ranks."""
     times = row.times or (row.calls,) * len(row.states)
     for ranks, state, many, distance in zip(step.ranks, row.states, times, row.distances, strict=False):
         others_agree = state == "not compared" and many < row.calls

@@ -9,14 +9,12 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
-from pytest_fsdp_meta.reports.failures import describe_failures, is_crashed
 from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
-from pytest_fsdp_meta.reports.page.checks import CheckView, history_view
+from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
-from pytest_fsdp_meta.reports.page.unchecked import UNCHECKED, Unchecked, group_by_reason
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -29,9 +27,9 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     describe_kind,
     how_many,
-    is_bad,
 )
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
+from pytest_fsdp_meta.reports.story import describe_failures, is_crashed, is_failing
 from pytest_fsdp_meta.reports.totals import describe_unseen
 from pytest_fsdp_meta.text import counted, joined_runs
 
@@ -107,7 +105,7 @@ class LoaderView:
 
     @property
     def needs_attention(self) -> bool:
-        return _needs_attention(self.record)
+        return is_failing(self.record)
 
     @property
     def bundles(self) -> list[tuple[CheckView, ...]]:
@@ -332,7 +330,7 @@ def build_view(report: Report) -> PageView:
     known = {one.check: one for one in report.header.catalogue}
     used = dict.fromkeys(check.check for loader in report.loaders for check in loader.checks)
     columns = [one for one in report.header.catalogue if one.check in used or not used]
-    columns += [_unknown(id_) for id_ in used if id_ not in known]
+    columns += [CatalogueRecord(id_, "others", "", "") for id_ in used if id_ not in known]
     known = {one.check: one for one in columns}
     names: dict[str, int] = {}
     loaders = tuple(_loaders(report, known, names))
@@ -349,7 +347,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
     few = len(report.loaders) <= MOST_EXPANDED
 
     def rank(pair: tuple[LoaderRecord, str]) -> tuple[bool, bool]:
-        return _needs_attention(pair[0]), count_kinds([pair[0]])["differs"] > 0
+        return is_failing(pair[0]), count_kinds([pair[0]])["differs"] > 0
 
     in_order = sorted(zip(report.loaders, titles, strict=True), key=rank, reverse=True)
     for number, (record, title) in enumerate(in_order, 1):
@@ -359,7 +357,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
             title=title,
             start=start,
             checks=_checks(number, record, known, report),
-            is_expanded=few or _needs_attention(record),
+            is_expanded=few or is_failing(record),
             names=names,
             sizes=size_view(record.sizes, record.world),
         )
@@ -372,15 +370,6 @@ def _shared_start(titles: Sequence[str]) -> int:
     return sum(len(parts[0]) for parts in shared)
 
 
-def _needs_attention(record: LoaderRecord) -> bool:
-    return bool(record.error) or is_bad([record])
-
-
-def _unknown(check: str) -> CatalogueRecord:
-    """Return a column for a check that the report's catalogue lacks."""
-    return CatalogueRecord(check, "others", "", "")
-
-
 def _checks(
     number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord], report: Report
 ) -> dict[str, CheckView]:
@@ -389,7 +378,7 @@ def _checks(
         part = one.check if ANCHOR.fullmatch(one.check) else str(index)
         column = known[one.check]
         history = history_view(one, report)
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, column.family, history)
+        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, history)
     return checks
 
 
