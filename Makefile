@@ -22,8 +22,8 @@ RAY := .venv-ray/bin
 
 SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/systems/*/requirements.txt)))
 
-# Those that have a recipe in docs/frameworks.
-WILD := accelerate composer deepspeed diffusers fms lightning litgpt olmo_core peft sentence_transformers torchao torchtitan torchtune trainer trl veomni verl
+# Those that have a recipe.
+WILD := $(sort $(patsubst test_%.py,%,$(notdir $(wildcard examples/frameworks/test_*.py))))
 
 .PHONY: help conformance test slow nightly lint check check-pins wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
@@ -38,7 +38,7 @@ help:
 	@echo "make format       format and fix with ruff"
 	@echo "make pins         write constraints.txt: a version of each dependency for each Python (UPGRADE=1: the newest ones)"
 	@echo "make systems      judge released third-party packages, each in its own environment: $(SYSTEMS:%=system-%)"
-	@echo "make wild         judge those with a recipe in docs/frameworks, and write the tables in results/released.md: $(WILD)"
+	@echo "make wild         judge those with a recipe in examples/frameworks, and write the tables in results/released.md: $(WILD)"
 	@echo "make ray          install Ray in a separate environment and run the tests of worlds on several machines"
 	@echo "make gpu          run the tests that need a GPU, step by step; results and gpu.md in \$$OUT or build/gpu-results"
 	@echo "                  (continues an interrupted run; on the CPU, to try the steps: make gpu GPU_OPTIONS=--dry-run)"

@@ -1,7 +1,7 @@
 """Write the tables of results/released.md from the reports of ``make wild``.
 
 ``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
-docs/frameworks. The tables have what was judged, not what was expected: new findings are in them as well.
+examples/frameworks. The tables have what was judged, not what was expected: new findings are in them as well.
 What was found is added to the history, as is what ``make field`` finds.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from conformance.released_history import Judged, history_table, read_history, with_runs, write_history
 
 ROOT = Path(__file__).parents[1]
-RECIPES, SYSTEMS = ROOT / "docs" / "frameworks", ROOT / "conformance" / "systems"
+RECIPES, SYSTEMS = ROOT / "examples" / "frameworks", ROOT / "conformance" / "systems"
 PAGE, HISTORY = ROOT / "results" / "released.md", ROOT / "conformance" / "released_history.json"
 BEGIN, END = "<!-- written by make wild -->\n", "<!-- until here -->\n"
 HISTORY_BEGIN = "<!-- written by make wild and make field -->\n"
@@ -33,10 +33,6 @@ PACKAGES = {
     "trainer": "transformers",
 }
 """The package that a system judges, where it has another name."""
-PAGES = {"lightning": "fabric"}
-"""The page of a system, where it has another name."""
-FOUND = "what-was-found-in-a-released-version"
-"""The section of a system's page with its findings."""
 CHECKED = ("passed", "differs", "partly checked", "failed", "xfailed", "xpassed", "error")
 
 
@@ -57,10 +53,9 @@ class Row:
     """Lines of the recipe without imports."""
 
     def cells(self) -> list[str]:
-        page = PAGES.get(self.system, self.system)
         checked = sum(self.statuses[status] for status in CHECKED)
         findings = ", ".join(f"`{id}`" for id in self.findings) or "none"
-        first = f"[{self.release}](../docs/frameworks/{page}.md)"
+        first = f"[{self.release}](frameworks/{self.system}.md)"
         counts = [str(self.loaders), str(checked), str(self.statuses["skipped"]), findings]
         return [first, self.date, *counts, f"{self.seconds:.0f}", str(self.lines)]
 
@@ -71,23 +66,18 @@ class Row:
 
 def systems() -> list[str]:
     """Return the systems that have a recipe."""
-    return sorted(
-        folder.name for folder in SYSTEMS.iterdir() if (RECIPES / f"{PAGES.get(folder.name, folder.name)}.md").is_file()
-    )
+    return sorted(file.stem.removeprefix("test_") for file in RECIPES.glob("test_*.py"))
 
 
-def recipe_of(page: str) -> str:
-    """Return the first Python block of a page in docs/frameworks. Raises ValueError if it has none."""
-    text = (RECIPES / f"{page}.md").read_text("utf-8")
-    block = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    if block is None:
-        raise ValueError(f"docs/frameworks/{page}.md has no Python block")
-    return block[1]
+def recipe_of(system: str) -> str:
+    """Return the test file that shows how a system's loader is judged."""
+    return (RECIPES / f"test_{system}.py").read_text("utf-8")
 
 
 def count_lines(recipe: str) -> int:
     """Return the number of lines without imports, comments and blank lines."""
-    return sum(bool(line) and not line.startswith(("import", "from", "#")) for line in recipe.splitlines())
+    lines = map(str.lstrip, recipe.splitlines())
+    return sum(bool(line) and not line.startswith(("import ", "from ", "#")) for line in lines)
 
 
 def read_row(system: str, report: dict[str, Any]) -> Row:
@@ -105,7 +95,7 @@ def read_row(system: str, report: dict[str, Any]) -> Row:
         statuses=Counter(check["status"] for check in checks),
         findings=tuple(sorted(found)),
         seconds=report["seconds"],
-        lines=count_lines(recipe_of(PAGES.get(system, system))),
+        lines=count_lines(recipe_of(system)),
     )
 
 
@@ -149,9 +139,9 @@ def written_history(history: list[Judged]) -> str:
     """Return the table of the history, with links to the page of each system."""
     links = {FIELD: "[transformers' own loader](field.md)"}
     for system in systems():
-        page = PAGES.get(system, system)
-        title = (RECIPES / f"{page}.md").read_text("utf-8").partition("\n")[0].removeprefix("# ")
-        links[system] = f"[{title}](../docs/frameworks/{page}.md#{FOUND})"
+        page = f"frameworks/{system}.md"
+        title = (ROOT / "results" / page).read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        links[system] = f"[{title}]({page})"
     return history_table(history, links)
 
 

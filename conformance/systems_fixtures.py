@@ -52,15 +52,15 @@ def failures_of() -> Callable[..., Failures]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[[str], str]:
-    """Return ``recipe(name)``: run the first Python block of docs/frameworks/<name>.md; return pytest's output.
+    """Return ``recipe(system)``: run examples/frameworks/test_SYSTEM.py as a user would; return pytest's output.
 
-    The block is a test file that has to pass. It is short, so that nobody is kept from trying it.
+    The test has to pass, and the file is short, so that nobody is kept from trying it.
     """
 
-    def run(name: str) -> str:
-        file = tmp_path / "test_recipe.py"
-        file.write_text(recipe_of(name), "utf-8")
-        assert count_lines(recipe_of(name)) <= LONGEST
+    def run(system: str) -> str:
+        file = tmp_path / "test_recipe.py"  # outside of the repository, whose settings a user does not have
+        file.write_text(recipe_of(system), "utf-8")
+        assert count_lines(recipe_of(system)) <= LONGEST
         done = subprocess.run(
             [sys.executable, "-m", "pytest", file.name, "-rs", "-p", "no:cacheprovider", "--color=no"],
             cwd=tmp_path,

@@ -45,7 +45,7 @@ def test_a_row():
     assert row.release.startswith("transformers ")
     assert row.findings == ("grad_parity",)
     cells = row.cells()
-    assert cells[0] == f"[{row.release}](../docs/frameworks/trainer.md)"
+    assert cells[0] == f"[{row.release}](frameworks/trainer.md)"
     assert cells[1:] == ["2026-11-27", "2", "3", "1", "`grad_parity`", "12", str(row.lines)]
 
 
@@ -60,11 +60,11 @@ def test_a_run_that_was_cut_short_has_no_row():
         read_row("peft", {"complete": True, "loaders": []})
 
 
-def test_every_recipe_is_short_and_in_the_list_of_the_makefile():
-    makefile = (released.ROOT / "Makefile").read_text("utf-8")
-    assert f"WILD := {' '.join(systems())}\n" in makefile
+def test_every_recipe_is_short():
+    assert systems()
     for system in systems():
-        assert 5 < count_lines(recipe_of(released.PAGES.get(system, system))) <= 15
+        compile(recipe_of(system), system, "exec")
+        assert 5 < count_lines(recipe_of(system)) <= 15
         assert released.released(system).startswith(PACKAGES.get(system, system))
 
 

@@ -57,8 +57,3 @@ def test_the_markers_and_fixtures_are_on_the_page() -> None:
 def test_the_decorators_have_their_arguments(decorator: Callable[..., object]) -> None:
     arguments = ", ".join(f"{name}=" for name in inspect.signature(decorator).parameters)
     assert f"`@{decorator.__name__}({arguments})`" in PAGE
-
-
-def test_every_framework_has_a_link() -> None:
-    for page in (ROOT / "docs" / "frameworks").glob("*.md"):
-        assert f"](frameworks/{page.name})" in PAGE

@@ -21,10 +21,10 @@ from tests.docs.markdown_help import ROOT, Page, missing, type_in
 
 DOCS = ROOT / "docs"
 SITE = {str(page.relative_to(DOCS)): Page(page) for page in sorted(DOCS.rglob("*.md"))}
-PAGES = {**SITE, **{f"results/{page.name}": Page(page) for page in sorted((ROOT / "results").glob("*.md"))}}
+PAGES = {**SITE, **{str(page.relative_to(ROOT)): Page(page) for page in sorted((ROOT / "results").rglob("*.md"))}}
 EVERYWHERE = {
     str(page.relative_to(ROOT)): Page(page)
-    for folder in (ROOT, DOCS, DOCS / "frameworks", ROOT / "results", ROOT / "benchmarks" / "results")
+    for folder in (ROOT, DOCS, ROOT / "results", ROOT / "results" / "frameworks", ROOT / "benchmarks" / "results")
     for page in sorted(folder.glob("*.md"))
 }
 TRIED_BY = re.compile(r"tried by ((?:tests|conformance)/[\w/]+\.py)")
@@ -35,7 +35,7 @@ NOT_RUN = {
     "takes minutes": 4,
     "seen by make systems": 7,
     "seen by make field": 2,
-    "tried by a test": 19,
+    "tried by a test": 2,
     "a picture": 1,
     "a fragment": 12,
 }
@@ -178,6 +178,13 @@ def test_all_observations_that_a_check_may_need_are_described():
     assert re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in described.splitlines()[2:])) == list(
         OBSERVATIONS
     )
+
+
+def test_all_recipes_and_what_they_found_are_linked():
+    links = {(DOCS / link.partition("#")[0]).resolve() for link in PAGES["frameworks.md"].links}
+    recipes = {*(ROOT / "examples" / "frameworks").glob("test_*.py"), *(ROOT / "results" / "frameworks").glob("*.md")}
+    assert len(recipes) > 30
+    assert recipes <= links
 
 
 def test_the_index_lists_all_pages():

@@ -122,4 +122,4 @@ def test_built_on_meta_and_repaired(fsdp, checkpoints):
 
 
 def test_recipe(recipe):
-    assert "failed" not in recipe("fabric")
+    assert "failed" not in recipe("lightning")
