@@ -38,7 +38,7 @@ def test_what_broke_has_a_card_for_each_cause(opened):
     assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
     assert shown(page, ".card .kind + .tag") == [
         "new since the run of 2026-11-19 22:30:00 (9876fed)",
-        "also in the run of 2026-11-19 22:30:00 (9876fed)",
+        "broken since 2026-11-19 22:30:00 (9876fed)",
         *["new since the run of 2026-11-19 22:30:00 (9876fed)"] * 4,
     ]
     assert "at mypkg/loading.py:88" in shown(page, "#cause-1 .origin")
@@ -101,7 +101,7 @@ def test_the_matrix_opens_with_what_has_failures(opened):
 
 def test_few_loaders_are_not_folded(opened):
     page = opened("passing")
-    assert page.locator("h1").inner_text().startswith("1 check failed: params_equal_reference in ")
+    assert page.locator("h1").inner_text().startswith("1 check failed: no_uninitialized_memory in ")
     assert len(shown(page, "#matrix tr[data-row]")) == 1
     page.get_by_text("only rows and columns with failures").click()
     until(page, "location.hash === '#rows=all'")
