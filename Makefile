@@ -25,7 +25,7 @@ SYSTEMS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard conformance/syste
 # Those that have a recipe.
 WILD := $(sort $(patsubst test_%.py,%,$(notdir $(wildcard examples/frameworks/test_*.py))))
 
-.PHONY: help conformance test slow nightly lint check check-pins wheel downstream matrix causes field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
+.PHONY: help conformance test slow nightly lint check check-pins wheel downstream matrix verdicts field fields versions bench bench-catalogue bench-worlds bench-faults power soak gpu gpu-bundle format pins docs site browser pictures clean ray systems wild $(SYSTEMS:%=system-%)
 
 help:
 	@echo "make conformance  install, then check on real ranks (GPUs if there are enough, else CPU) that conforming loaders pass"
@@ -46,7 +46,8 @@ help:
 	@echo "make wheel        build the distribution into dist and check its contents"
 	@echo "make downstream   run examples/downstream in a new environment with that wheel"
 	@echo "make matrix       judge every loader by every check: build/matrix.json, .md and .svg"
-	@echo "make causes       compare what is said of each defect with its true cause, by the grades in conformance/causes.json"
+	@echo "make verdicts     judge the recorded evidence of all defects and forms: write conformance/verdicts.txt, and what is said of"
+	@echo "                  each defect beside its true cause in conformance/causes.json (RECORD=NAME: record these loaders again)"
 	@echo "make field        judge transformers' own FSDP2 loader on all its causal language models: results/field.md"
 	@echo "                  (LOADER=transformers-uneven: with a vocabulary and sizes that two ranks do not divide;"
 	@echo "                  LOADER=transformers-tp or transformers-fsdp-tp: tensor-parallel)"
@@ -187,7 +188,9 @@ format: .venv/installed
 	@touch $@
 
 # Fails if a cause that is named is wrong, or has to be graded by reading because what is said has changed.
-causes: .venv/installed
+verdicts: .venv/installed
+	$(if $(RECORD),$(BIN)/python -m conformance.matrix --record -k $(RECORD))
+	$(BIN)/python -m conformance.recorded
 	$(BIN)/python -m conformance.causes
 
 # Every loader judged by every check, as JSON, Markdown and SVG.

@@ -12,11 +12,13 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from conformance import recorded
+from conformance.contract import judge_all
 from conformance.judging import LoaderJudge
 from conformance.matrix_pages import render_markdown, render_svg
 from fixtures.conforming import load_conforming
@@ -26,6 +28,8 @@ from fixtures.needs import lacking
 from fixtures.reports import PAIRS
 from fixtures.tiny import CHECKPOINTS, save_tiny
 from pytest_fsdp_meta.catalogue import built_in
+from pytest_fsdp_meta.evidence import Evidence
+from pytest_fsdp_meta.reports.terminal import describe_failure
 
 MESHES: tuple[dict[str, int], ...] = (
     {"dp_shard": 1},
@@ -46,6 +50,8 @@ class Entry:
     """The architecture of the checkpoint to load; None if the loader builds its own model."""
     caught_by: str = ""
     simulated: bool = False
+    says: tuple[str, ...] = ()
+    """Texts that the message of this check contains."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,16 @@ class Row:
     caught_by: str
     status: Mapping[str, str]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    unsaid: tuple[str, ...] = ()
+    """Texts that the message of ``caught_by`` should contain, and does not."""
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each check whose status is not the expected one."""
         failed = {id for id, status in self.status.items() if status == "failed"}
         if self.caught_by and self.caught_by not in failed:
             yield f"{self.name}: {self.caught_by} should fail: {self.status.get(self.caught_by, 'does not exist')}"
+        for text in self.unsaid:
+            yield f"{self.name}: {self.caught_by} should say: {text}"
         for id in sorted(failed - {self.caught_by}):
             yield f"{self.name}: {id} fails, but " + (
                 f"only {self.caught_by} should" if self.caught_by else "no check should"
@@ -76,8 +86,14 @@ class Row:
 def entries() -> list[Entry]:
     """Return every defect, then every conforming loader: ours, all forms of sharding, repaired pull requests."""
     known = {name: d for name, d in DEFECTS.items() if not lacking(d.needs)}
-    defects = [Entry(name, d.load, d.mesh, d.architecture, d.caught_by, d.simulated) for name, d in known.items()]
-    conforming = [Entry("conforming", load_conforming, mesh, name) for name in CHECKPOINTS for mesh in MESHES]
+    defects = [
+        Entry(name, d.load, d.mesh, d.architecture, d.caught_by, d.simulated, d.says) for name, d in known.items()
+    ]
+    conforming = [
+        Entry(f"conforming_{name}_{'x'.join(map(str, mesh.values()))}", load_conforming, mesh, name)
+        for name in CHECKPOINTS
+        for mesh in MESHES
+    ]
     possible = {name: form for name, form in FORMS.items() if not form.needs_accelerator or has_accelerator()}
     possible = {name: form for name, form in possible.items() if not lacking(form.needs)}
     conforming += [Entry(name, form.load, form.mesh, form.architecture) for name, form in possible.items()]
@@ -93,14 +109,18 @@ def has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def judge_all(entries: Iterable[Entry], checkpoint: Callable[[str], Path]) -> Iterator[Row]:
-    judge = LoaderJudge()
-    for entry in entries:
-        path = checkpoint(entry.architecture) if entry.architecture else None
-        verdicts = judge.judge(entry.load, entry.mesh, simulated=entry.simulated, path=path)
-        reasons = {id: verdict.reason for id, verdict in verdicts.items() if verdict.reason}
-        status = {id: verdict.status for id, verdict in verdicts.items()}
-        yield Row(entry.name, entry.architecture or "its own model", entry.mesh, entry.caught_by, status, reasons)
+def judge_entry(entry: Entry, judge: LoaderJudge, path: Path | None) -> tuple[Row, Evidence]:
+    """Judge by every check; of a defect, what fails is judged in smaller worlds as well, as the plugin does."""
+    smaller = bool(entry.caught_by)
+    evidence = judge.observe(entry.load, entry.mesh, simulated=entry.simulated, smaller=smaller, path=path)
+    verdicts = judge_all(replace(evidence, smaller=()))  # messages quote both causes that smaller worlds choose from
+    reasons = {id: verdict.reason for id, verdict in verdicts.items() if verdict.reason}
+    status = {id: verdict.status for id, verdict in verdicts.items()}
+    caught = verdicts.get(entry.caught_by)
+    said = " ".join(describe_failure(caught, "world", "").split()) if caught is not None else ""
+    unsaid = tuple(text for text in entry.says if text.strip().replace("{device}", judge.device) not in said)
+    row = Row(entry.name, entry.architecture or "its own model", entry.mesh, entry.caught_by, status, reasons, unsaid)
+    return row, evidence
 
 
 def all_problems(rows: Sequence[Row], checks: Iterable[str]) -> list[str]:
@@ -128,15 +148,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run every loader against every check")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for matrix.json, .md and .svg")
     parser.add_argument("-k", default="", help="only loaders whose name contains this")
+    parser.add_argument("--record", action="store_true", help="keep the evidence, to be judged without ranks")
     options = parser.parse_args(arguments)
     chosen = [entry for entry in entries() if options.k in entry.name]
     checks = built_in().ids()
+    judge, rows, evidence = LoaderJudge(), [], {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = []
-        for row in judge_all(chosen, lambda name: save_once(name, Path(folder))):
+        for entry in chosen:
+            path = save_once(entry.architecture, Path(folder)) if entry.architecture else None
+            row, evidence[entry.name] = judge_entry(entry, judge, path)
             rows.append(row)
             mark = "!!" if any(row.problems()) else "ok"
             print(f"[{len(rows)}/{len(chosen)}] {mark} {row.name} ({row.architecture})", flush=True)
+    if options.record:
+        recorded.record(evidence, keep_others=bool(options.k))
     problems = all_problems(rows, [] if options.k else checks)
     write_pages(options.out, rows, checks, problems)
     print(f"{len(rows)} loaders, {len(checks)} checks: {options.out}/matrix.json, matrix.md, matrix.svg")

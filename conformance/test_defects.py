@@ -1,7 +1,6 @@
-"""Each defect fails its own check, with the expected lines, and no other check that reads the same observations.
+"""The first defect of each check fails it, with the expected lines, and no other that reads the same observations.
 
-The first defect of each check is in ``make test``, the others in ``make nightly``, where the matrix judges each of them
-by the whole catalogue as well.
+``conformance.matrix`` judges all defects by the whole catalogue each night.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from pytest_fsdp_meta.reports.terminal import describe_failure
 
 FIRST = {defect.caught_by: name for name, defect in reversed(DEFECTS.items())}
 """Check -> the first of its defects."""
-RARELY = [pytest.param(name, marks=[] if name in FIRST.values() else pytest.mark.nightly) for name in DEFECTS]
 
 
-@pytest.mark.parametrize("name", RARELY)
+@pytest.mark.parametrize("name", FIRST.values())
 def test_defect_is_caught_by_its_check_alone(name, checkpoint, loader_judge):
     defect = DEFECTS[name]
     require(defect.needs)

@@ -32,8 +32,8 @@ from pytest_fsdp_meta.text import counted, first_line, first_of
 
 AS_LOADED = ("inventory", "reference", "values", "verifier", "repetition")
 """Observations that load the model and inspect it, without running it: no finding explains an error there."""
-EXPLAINING_A_CRASH = ("structure", "materialisation", "tying")
-"""Families of checks whose findings may explain an error raised while running or saving the model."""
+EXPLAINING_A_CRASH = {"structure", "materialisation", "sharding", "tying", "optimizer_owns_parameters"}
+"""Families, and a check, whose findings may explain an error raised while running or saving the model."""
 PACKAGE = Path(__file__).parents[1]
 REST_PASSED = "the rest passed"
 RETRAINED = "requires_grad_matches_reference"
@@ -217,7 +217,7 @@ def _unavailable(check: Check, need: str, run: _Run) -> Verdict:
 def _explaining(check: Check, unavailable: Unavailable, run: _Run) -> Iterator[str]:
     """Yield the earlier checks that fail the run in one of the tensors that the error names."""
     for earlier in takewhile(lambda other: other.id != check.id, run.catalogue):
-        if earlier.family in EXPLAINING_A_CRASH and run.fails(earlier.id):
+        if not EXPLAINING_A_CRASH.isdisjoint((earlier.family, earlier.id)) and run.fails(earlier.id):
             found = {name for finding in run.findings(earlier.id) for name in finding.failed_tensors}
             if earlier.id in unavailable.by or found.intersection(unavailable.names):
                 yield earlier.id

@@ -40,8 +40,9 @@ PLACEMENT = re.compile(
 class SubjectError(Misuse):
     """A field of Subject has a wrong value. The message names the field, the problem and a correct value."""
 
-    def __init__(self, field: str, problem: str) -> None:
+    def __init__(self, field: str, problem: str, tensors: Sequence[str] = ()) -> None:
         self.field = field
+        self.tensors = tuple(tensors)
         super().__init__(f"Subject({field}=...): {problem}")
 
 

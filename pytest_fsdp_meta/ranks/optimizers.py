@@ -245,14 +245,16 @@ def optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
         return state
     except KeyError:  # not looked for before: DeepSpeed's and FSDP1's optimizers hold others, and torch knows them
         names = _names_by_id(model)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not (others := [parameter for parameter in held if id(parameter) not in names]):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not (others := held - names.keys()):
             raise
+        lacking = [name for name, _, tensor in named_tensors(model) if tensor.requires_grad and id(tensor) not in held]
     raise SubjectError(
         "optimizer",
         f"it holds {counted(len(others), 'tensor')} that the model does not register, as after "
         "load_state_dict(assign=True), and torch's get_optimizer_state_dict(), the default of Subject(save=...), knows "
         "no name for them; build it after the weights are loaded, or declare save and resume",
+        lacking,
     )
 
 

@@ -90,6 +90,9 @@ def cause_of(error: BaseException) -> BaseException:
 class Misuse(ValueError):
     """A mistake in the user's code or settings. Its message is complete, and no traceback is shown."""
 
+    tensors: tuple[str, ...] = ()
+    """Those that it is about, where the message does not name them."""
+
 
 class WorldError(Exception):
     """One or more ranks failed, and their world has ended. ``str()`` is the whole message, ``summary`` its first line.

@@ -227,7 +227,7 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
         exception=f"{kind.__module__}.{kind.__qualname__}",
         message=_shortened(text, 20_000),
         place=tracebacks.user_place(error),
-        tensors=tracebacks.tensors_in_use(error),
+        tensors=(error.tensors if isinstance(error, Misuse) else ()) or tracebacks.tensors_in_use(error),
     )
 
 

@@ -171,9 +171,11 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
 
 def _leave_to_updates(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Cases]) -> None:
     """Raise Blocked if the parameters differ after the last step, and with them what later forwards computed."""
+    if not wrong:
+        return
     limits = limits_of(view, "updates")
     off = [c.name for rank, run in enumerate(runs) for c in run.parameters if limits.exceeded(rank, c)]
-    if wrong and off:
+    if off:
         raise Blocked(
             f"{next(iter(wrong))} is right after the first step and differs later, as do parameters such as {off[0]}",
             ["update_parity"],
