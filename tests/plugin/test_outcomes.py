@@ -425,7 +425,7 @@ def test_an_error_in_a_field_of_subject_stands_under_the_loader(project: Project
         [
             "*_ ERROR at setup of test_rows[[]world2[]] _*",
             "*test_it.py:*: test_rows[[]world2[]]: Subject(batch=...): *has 3 rows, which do not divide among 2 *",
-            "   test_it.py::test_rows[[]world2[]]: 2 checks not judged",
+            "   modules_train and 1 more in test_it.py::test_rows[[]world2[]]",
         ]
     )
 
