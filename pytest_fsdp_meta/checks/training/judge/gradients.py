@@ -110,8 +110,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
             )
         if refused := next((run.unclipped_refused for run in runs if run.unclipped_refused), ""):
             raise PartlyJudged(
-                f"clipping hides a wrong scale, and one more step with small gradients raised {refused}; let train_step "
-                "run more steps in this test"
+                f"clipping hides a wrong scale, and one more step with small gradients raised {refused}; let "
+                "train_step run more steps in this test"
             )
         if all(run.unclipped for run in runs) and not _moved_apart(runs) <= ALIKE:
             raise PartlyJudged(
