@@ -57,6 +57,7 @@ def losses(evidence: Evidence, *by_rank: tuple[float, ...]) -> Evidence:
 RAISED = {"why": f"rank 1 raised RuntimeError: {MIDDLE} is odd", "error": True, "detail": "Traceback"}
 NAMED = {**RAISED, "names": (MIDDLE,)}
 KILLED = {"why": "rank 1 was killed by SIGKILL", "error": True, "detail": "..."}
+PART_OF_RANK_0 = healthy().inventory[0].by_name[MIDDLE].regions
 DTYPES, MANIFEST = "dtypes_match_reference", "same_manifest_on_every_rank"
 
 
@@ -67,6 +68,7 @@ DTYPES, MANIFEST = "dtypes_match_reference", "same_manifest_on_every_rank"
         (rename(healthy(), "module.", MIDDLE), "names_match_reference"),
         (change(change(healthy(), MIDDLE, shape=(8, 4)), MIDDLE, [1], dtype="float64"), MANIFEST),
         (change(healthy(), MIDDLE, device="meta", storage=None, digest=None), "no_meta_params"),
+        (change(healthy(), MIDDLE, [1], regions=PART_OF_RANK_0), "shards_tile_the_tensor"),
     ],
 )
 def test_the_findings_of_a_tensor_explain_an_exception_that_names_it(evidence, by):

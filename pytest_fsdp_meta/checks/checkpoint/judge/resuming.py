@@ -439,10 +439,11 @@ def _require_no_other_cause(view: View, what: str, message: str) -> None:
         leave_not_finite(view, message)
     pairs = list(zip(before, after, strict=True))
     if "dcp_round_trip" in view.selection and any(_differ(*pair) for pair in pairs):
-        raise Blocked(f"the {what} differ ({message}), and so does the loaded model", ["dcp_round_trip"])
+        by = dict.fromkeys(("dcp_round_trip", *view.failed))
+        raise Blocked(f"the {what} differ ({message}), and so does the loaded model", by)
     optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
     if "optimizer_state_round_trip" in view.selection and optimizer_differs:
-        by = ["optimizer_state_round_trip"]
+        by = dict.fromkeys(("optimizer_state_round_trip", *view.failed))
         raise Blocked(f"the {what} differ ({message}), and so does the loaded optimizer", by)
     if view.failed:
         raise Blocked(f"the {what} differ ({message})", view.failed)
