@@ -54,7 +54,7 @@ def failures_of() -> Callable[..., Failures]:
 def recipe(tmp_path: Path) -> Callable[[str], str]:
     """Return ``recipe(system)``: run examples/frameworks/test_SYSTEM.py as a user would; return pytest's output.
 
-    The test has to pass, and the file is short, so that nobody is kept from trying it.
+    The test has to pass, and the file has to be short.
     """
 
     def run(system: str) -> str:

@@ -18,7 +18,7 @@ def known() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", recorded.names())
 def test_verdicts_are_as_known(name, known):
-    """``python -m conformance.recorded`` writes them anew: read the diff."""
+    """``python -m conformance.recorded`` writes the file again: read its diff."""
     assert recorded.describe(name) == known[name]
 
 

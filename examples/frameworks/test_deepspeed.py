@@ -1,5 +1,5 @@
 # A model that deepspeed.initialize partitions with ZeRO-3. Not supported: stages 1 and 2, with whole parameters.
-# Set DS_ACCELERATOR=cpu if DeepSpeed does not find out that there is no GPU. The first run compiles an operator: 30 s.
+# Set DS_ACCELERATOR=cpu if DeepSpeed looks for a GPU that the machine lacks. The first run compiles an operator: 30 s.
 import deepspeed
 import pytest
 from torch.optim import AdamW

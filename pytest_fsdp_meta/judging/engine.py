@@ -39,10 +39,10 @@ REST_PASSED = "the rest passed"
 RETRAINED = "requires_grad_matches_reference"
 """The check whose findings the reference shares, as it trains what the loader trains."""
 KINDS = {
-    "undeclared": "not declared",
+    "undeclared": NotDeclared.why,
     "unselected": "not selected",
     "unsupported": "not supported",
-    "refused": "partly checked",
+    "refused": PartlyJudged.why,
 }
 """``Unavailable.kind`` -> ``Verdict.why``."""
 
@@ -180,7 +180,7 @@ def _not_judged(check: Check, error: NotJudged, view: View, run: _Run) -> Verdic
 
 def _left_out_by(view: View, run: _Run) -> str:
     """Return the kind of a skip for tensors that were left out: partly checked if no check that they failed fails."""
-    return DEPENDS if any(map(run.fails, view.left_out)) else "partly checked"
+    return DEPENDS if any(map(run.fails, view.left_out)) else PartlyJudged.why
 
 
 def _name_the_explaining(verdict: Verdict, run: _Run) -> Verdict:
@@ -192,7 +192,7 @@ def _name_the_explaining(verdict: Verdict, run: _Run) -> Verdict:
         reason = f"{verdict.reason.rstrip('.')}, which the findings of {', '.join(failing)} explain; fix those first"
         return replace(verdict, reason=reason)
     left_to = f"{', '.join(verdict.by)}, which {'do' if len(verdict.by) > 1 else 'does'} not fail this run"
-    return replace(verdict, reason=f"{verdict.reason}; it is left to {left_to}", why="differs")
+    return replace(verdict, reason=f"{verdict.reason}; it is left to {left_to}", why=Differs.why)
 
 
 def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
@@ -210,7 +210,7 @@ def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:
 def _unavailable(check: Check, need: str, run: _Run) -> Verdict:
     unavailable = run.evidence.unavailable[need]
     if not unavailable.error:
-        why, missing = KINDS.get(unavailable.kind, "not applicable"), unavailable.missing_field
+        why, missing = KINDS.get(unavailable.kind, NotJudged.why), unavailable.missing_field
         return Verdict(check, "skipped", reason=unavailable.summary, why=why, missing_field=missing)
     if need not in AS_LOADED and (by := tuple(_explaining(check, unavailable, run))):
         return Verdict(check, "skipped", reason=unavailable.summary, why=DEPENDS, by=by)

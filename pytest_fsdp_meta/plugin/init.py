@@ -210,7 +210,7 @@ def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], te
 
 
 def _tiny_checkpoint(function: Any) -> list[str]:
-    """Return the arguments of ``tiny_checkpoint`` for a class of transformers of which they are certain, else none."""
+    """Return the arguments of ``tiny_checkpoint`` for a class of transformers, if they are certain; else none."""
     kind = getattr(function, "__self__", None)
     if not inspect.isclass(kind) or kind.__module__.partition(".")[0] != "transformers":
         return []
@@ -273,7 +273,7 @@ def _call(attribute: str, parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _known(parameters: list[inspect.Parameter]) -> dict[str, str]:
-    """Return what the test passes for the parameters of which the name or the annotation leaves no doubt."""
+    """Return what the test passes for the parameters that their name or annotation makes certain."""
     known, by_type = {}, {}
     for one in parameters:
         words = re.split(r"[][|,]", _annotation(one))

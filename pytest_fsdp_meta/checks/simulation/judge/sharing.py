@@ -42,7 +42,7 @@ NOT_SIMULATED = "it is judged in simulated worlds: @fsdp_conformance(simulate=10
 
 
 def left_to_sharding(judge: Judge) -> Judge:
-    """Leave what the judge finds to the checks that name the tensors because of which ranks hold too much."""
+    """Leave what the judge finds to the checks that name wrongly sharded tensors, where one of them has failed."""
 
     @wraps(judge)
     def left(view: View) -> Iterator[Finding]:
