@@ -61,7 +61,7 @@ STEPS = (
     Step(
         "conforming loader, one rank with NCCL",
         90,
-        "'does not reproduce itself' is a kernel that is not deterministic (ranks/reproducible.py); "
+        "'does not reproduce itself' is a kernel that is not deterministic (ranks/generators.py); "
         "buffers that differ by 1e-7 are computed on the GPU by the loader and on the CPU by the reference",
         (*CONFORMING, OWN, "-k", "test_sharded and llama-world1"),
     ),
@@ -86,13 +86,13 @@ STEPS = (
     Step(
         "right loaders of every form, gloo",
         200,
-        "a check fails a correct loader: random numbers or rounding differ on GPUs (ranks/reproducible.py)",
+        "a check fails a correct loader: random numbers or rounding differ on GPUs (ranks/generators.py)",
         (*TESTS, "conformance/test_forms.py", *SHARED, *MANY, "-m", "not nightly"),
     ),
     Step(
         "the same in bfloat16 with 2048 tokens",
         75,
-        "if only this fails, an attention kernel adds up gradients in an order that varies (ranks/reproducible.py)",
+        "if only this fails, an attention kernel adds up gradients in an order that varies (ranks/generators.py)",
         (*CONFORMING, OWN, "-k", "test_long_batches and world1"),
     ),
     Step(

@@ -28,7 +28,7 @@ from pytest_fsdp_meta.checks.tracing.observe.step import trace_rank, trace_refer
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, rows_of_step
-from pytest_fsdp_meta.ranks.poison import deterministic
+from pytest_fsdp_meta.ranks.bits import deterministic
 from pytest_fsdp_meta.trial import ON_RANKS
 from pytest_fsdp_meta.worlds import ForkServerEngine, Rank, Sources, World, WorldSpec, current
 

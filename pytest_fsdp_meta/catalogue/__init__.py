@@ -24,7 +24,6 @@ from pytest_fsdp_meta.checks.training.judge import (
     not_finite,
     optimization,
     second_step,
-    updates,
 )
 from pytest_fsdp_meta.checks.tying import judge as tying
 from pytest_fsdp_meta.checks.values import judge as values
@@ -52,7 +51,6 @@ FAMILIES = (
         optimization,
         buffers,
         second_step,
-        updates,
         losses,
         accumulation,
         beside,

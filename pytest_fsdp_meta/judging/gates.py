@@ -9,7 +9,7 @@ from typing import NoReturn
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import VALUES_CHECKS, Comparison, Evidence, RankTraining
-from pytest_fsdp_meta.judging.coordinates import share_places
+from pytest_fsdp_meta.judging.expectations import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
 from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by

@@ -17,8 +17,7 @@ from pytest_fsdp_meta.loader.call import body
 from pytest_fsdp_meta.plugin import markers, preloading
 from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, recreate
 from pytest_fsdp_meta.plugin.items import SpmdItem, WorldItem
-from pytest_fsdp_meta.plugin.loader_items import LoaderItem
-from pytest_fsdp_meta.plugin.loader_runs import Loader
+from pytest_fsdp_meta.plugin.loader_items import Loader, LoaderItem
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD, ConformanceSpec, WorldMarkerSpec
 from pytest_fsdp_meta.plugin.node_ids import join_without_check
 from pytest_fsdp_meta.plugin.session import PluginSession

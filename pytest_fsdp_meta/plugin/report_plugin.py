@@ -6,9 +6,10 @@ It runs in the process that pytest was started in; under xdist the workers do no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from pytest_fsdp_meta.plugin.comparer import Comparer
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
-from pytest_fsdp_meta.plugin.run_scope import RunScope
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
@@ -322,3 +322,58 @@ def _check_of(report: Any) -> str | None:
     """Return the check of a skipped item of a loader; None for other reports."""
     context = attached_context(report) if isinstance(report, pytest.TestReport) else None
     return context.check.check if context is not None and isinstance(report.longrepr, tuple) else None
+
+
+DESELECTED = "fsdp_deselected"
+"""Key of ``workeroutput``: the loaders that a worker of pytest-xdist deselected, by name."""
+PARTIAL = ("lf", "stepwise")
+"""Options with which pytest does not even collect all files."""
+
+
+class RunScope:
+    """A pytest plugin that knows what was deselected and which paths pytest was given."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._deselected: set[str] = set()
+
+    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
+        """Record loaders with a deselected item; on a worker also for the controller, which collects nothing."""
+        self._deselected.update(item.loader.name for item in items if isinstance(item, LoaderItem))
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[DESELECTED] = sorted(self._deselected)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._deselected.update(getattr(node, "workeroutput", {}).get(DESELECTED, ()))
+
+    def has(self, loader: str) -> bool:
+        """Return whether the run would have a loader with this name, if it still existed."""
+        option = self._config.getoption
+        if loader in self._deselected or any(option(name, False) for name in PARTIAL):
+            return False
+        path, _, node = loader.partition("::")
+        try:
+            file = (self._config.rootpath / path).resolve()
+        except ValueError:  # a name that no file can have, from a report that something else wrote
+            return False
+        return not self._is_ignored(file) and any(self._covers(arg, file, node) for arg in self._config.args)
+
+    def _covers(self, arg: str, file: Path, node: str) -> bool:
+        given, _, part = arg.partition("::")
+        path = self._absolute(given)
+        if self._config.getoption("pyargs", False) and not path.exists():
+            return True  # the name of a package: what it held before is not known
+        within = file == path or path in file.parents
+        return within and (not part or node == part or node.startswith((f"{part}::", f"{part}[")))
+
+    def _is_ignored(self, file: Path) -> bool:
+        ignored = map(self._absolute, self._config.getoption("ignore", None) or ())
+        patterns = (str(self._absolute(glob)) for glob in self._config.getoption("ignore_glob", None) or ())
+        paths = (file, *file.parents)
+        return any(path in paths for path in ignored) or any(
+            fnmatchcase(str(path), pattern) for pattern in patterns for path in paths
+        )
+
+    def _absolute(self, path: str) -> Path:
+        return (self._config.invocation_params.dir / path).resolve()

@@ -21,8 +21,7 @@ from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stage
 from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
-from pytest_fsdp_meta.ranks.bits import digest
-from pytest_fsdp_meta.ranks.poison import NOTICES
+from pytest_fsdp_meta.ranks.bits import NOTICES, digest
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Misuse, Rank, forward_warnings
 
 IGNORED_LABEL = -100

@@ -1,16 +1,22 @@
-"""Hash the bits of a tensor, and count the elements that hold the poison value.
+"""Fill memory that a loader never writes with a poison value, count it, and hash the bits of tensors.
 
-Every rank runs this over all its tensors, so both functions read the memory once, in pieces that fit the cache, and
-allocate no mask as large as the tensor unless there is something to count.
+The poison is NaN (integers: their maximum, bools: True), so that uninitialised memory is always found, also where it
+would have been zero by chance. Every rank reads all its tensors, so the memory is read once, in pieces that fit the
+cache, and no mask as large as the tensor is allocated unless there is something to count.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from pytest_fsdp_meta.worlds.rank.reset import forget_default_device
 
 PIECE = 1 << 15
 """64-bit words per piece (256 KiB)."""
@@ -68,3 +74,56 @@ def _count_nan(local: Tensor) -> int:
     values = local.float() if local.element_size() == 1 else local
     # One NaN makes the sum NaN. A sum that overflows is not finite either, and only costs the exact count.
     return 0 if bool(torch.isfinite(values.sum())) else int(torch.isnan(values).sum())
+
+
+NOTICES = (
+    r"torch\.use_deterministic_algorithms\(True, warn_only=True\)|Deterministic behavior was enabled|"
+    r"Using `torch\.compile\(module\)` when there are global hooks"
+)
+"""Torch's warnings about what the observers do: deterministic mode, and hooks on the modules of a compiled model."""
+
+
+@dataclass
+class Poison:
+    """Whether the poison was still active at the end of its block."""
+
+    active: bool = False
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[Poison]:
+    """Activate the poison in the block; torch fills ``torch.empty`` in deterministic mode only.
+
+    Within the block ``torch.use_deterministic_algorithms`` does nothing, because seeding helpers of loaders call it.
+    """
+    poison, setter = Poison(), torch.use_deterministic_algorithms
+    with deterministic(fill=True):
+        torch.use_deterministic_algorithms = lambda mode, *, warn_only=False: None
+        try:
+            yield poison
+        finally:
+            torch.use_deterministic_algorithms = setter
+            poison.active = bool(
+                torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+            )
+
+
+@contextmanager
+def deterministic(fill: bool = False) -> Iterator[None]:
+    """Use deterministic algorithms where torch has them (warnings elsewhere); restore the earlier state afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def restore_defaults() -> None:
+    """Reset torch's default dtype, default device and gradient mode, which a loader or a reference may have changed."""
+    torch.set_default_dtype(torch.float32)
+    forget_default_device()
+    torch.set_grad_enabled(True)

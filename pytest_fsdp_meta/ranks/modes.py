@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import Module, functional
 
+from pytest_fsdp_meta.ranks.generators import reproducible
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
-from pytest_fsdp_meta.ranks.reproducible import reproducible
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.worlds import current
 

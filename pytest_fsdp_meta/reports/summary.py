@@ -1,18 +1,39 @@
-"""The summary of a trial's evidence that a report shows."""
+"""The summary of a trial's evidence that a report shows, with the traced step: call by call where it departs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
+from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
+from pytest_fsdp_meta.checks.tracing.judge import (
+    AGREE,
+    BETWEEN,
+    DEPART,
+    UNKNOWN,
+    MergedCall,
+    Place,
+    describe_place,
+    find_place,
+    follow_step,
+)
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
-from pytest_fsdp_meta.reports.schema import Curves, Piece, Summary, TensorRecord, Traffic
-from pytest_fsdp_meta.reports.traced_step import record_step
+from pytest_fsdp_meta.reports.schema import (
+    TRACED,
+    Curves,
+    Piece,
+    Summary,
+    TensorRecord,
+    TracedPhase,
+    TracedRow,
+    TracedStep,
+    Traffic,
+)
 from pytest_fsdp_meta.text import as_bytes, first_of
 
 
@@ -139,3 +160,146 @@ def _traffic(collectives: Iterable[RankCollectives]) -> Iterable[Traffic]:
     for held in groups.values():
         first = held[0][1]
         yield Traffic(tuple(rank for rank, _ in held), first.loading, first.step or ())
+
+
+NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}
+SEVERITY = {name: severity for severity, name in enumerate(TRACED)}
+OUTPUT_OF = {INPUT: OUTPUT, AGAIN_INPUT: AGAIN_OUTPUT}
+MOST_COLUMNS = 8
+NEAR, NEXT = 8, 2
+"""Calls with rows of their own on both sides of the first that departs, and of other beginnings."""
+MOST_BEGINNINGS = 4
+"""Other beginnings with rows of their own, in one phase."""
+FEWEST_FOLDED = 4
+"""The least number of calls that share a row."""
+
+
+def record_step(traces: Sequence[RankTrace]) -> TracedStep | None:
+    """Return the traced step as a report has it; None if there is none, or ranks did not run the same modules."""
+    if not traces or any(trace.problem for trace in traces):
+        return None
+    place = find_place(traces)
+    forward, backward = (_without_plain_inputs(calls, place) for calls in follow_step(traces))
+    if not forward:
+        return None
+    columns = _group_ranks(forward, backward, len(traces))
+    kinds = {name: facts.kind for trace in traces for name, facts in trace.modules.items()}
+    return TracedStep(
+        ranks=columns,
+        forward=TracedPhase(tuple(_rows(forward, columns, kinds, NEAR))),
+        # All that the backward reaches is off if the forward is: where that begins says little.
+        backward=TracedPhase(tuple(_rows(backward, columns, kinds, NEXT if _first_departing(forward) else NEAR))),
+        step=traces[0].step,
+        origin=describe_place(place, traces) if place is not None else "",
+        module=place.module if place is not None else None,
+        phase=place.phase if place is not None else "",
+    )
+
+
+def _without_plain_inputs(calls: Sequence[MergedCall], place: Place | None) -> list[MergedCall]:
+    """Leave out inputs that agree, or are as the output of the same call; not those at which the place is named."""
+    states = {(one.call.stage, one.call.module, one.call.turn): one.states for one in calls}
+    first = _first_departing(calls)
+    named = (place.after, place.before) if place is not None else ()
+
+    def is_plain(one: MergedCall) -> bool:
+        output = states.get((OUTPUT_OF.get(one.call.stage, ""), one.call.module, one.call.turn))
+        return output is not None and all(
+            own in (AGREE, theirs) for own, theirs in zip(one.states, output, strict=True)
+        )
+
+    return [one for one in calls if one is first or (one.call.stage, one.call.module) in named or not is_plain(one)]
+
+
+def _first_departing(calls: Sequence[MergedCall]) -> MergedCall | None:
+    return next((one for one in calls if DEPART in one.states), None)
+
+
+def _group_ranks(
+    forward: Sequence[MergedCall], backward: Sequence[MergedCall], size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks with the same states; if there are too many groups, those that begin to depart together."""
+
+    def begin(calls: Sequence[MergedCall], rank: int) -> int | None:
+        return next((index for index, one in enumerate(calls) if one.states[rank] == DEPART), None)
+
+    keys: list[list[Hashable]] = [
+        [tuple(one.states[rank] for one in (*forward, *backward)) for rank in range(size)],
+        [(begin(forward, rank), begin(backward, rank)) for rank in range(size)],
+        [begin([*forward, *backward], rank) is None for rank in range(size)],
+    ]
+    for by_rank in keys:
+        groups: dict[Hashable, list[int]] = {}
+        for rank, key in enumerate(by_rank):
+            groups.setdefault(key, []).append(rank)
+        if len(groups) <= MOST_COLUMNS:
+            break
+    return tuple(map(tuple, groups.values()))
+
+
+def _rows(
+    calls: Sequence[MergedCall], columns: Sequence[Sequence[int]], kinds: Mapping[str, str], near: int
+) -> Iterator[TracedRow]:
+    """Yield a row for each call near a beginning, and one for each stretch of other calls."""
+    rows = [_row(one, columns, kinds) for one in calls]
+    alone = _rows_of_their_own(rows, near)
+    start = 0
+    for index in range(len(rows) + 1):
+        if index < len(rows) and index not in alone:
+            continue
+        stretch = rows[start:index]
+        yield from stretch if len(stretch) < FEWEST_FOLDED else [_fold(stretch)]
+        yield from rows[index : index + 1]
+        start = index + 1
+
+
+def _row(one: MergedCall, columns: Sequence[Sequence[int]], kinds: Mapping[str, str]) -> TracedRow:
+    """Return the call with a state for each column, the worst of its ranks, and how far off the farthest rank is."""
+    return TracedRow(
+        stage=one.call.stage,
+        module=one.call.module,
+        states=tuple(_worst([NAMES[one.states[rank]] for rank in ranks]) for ranks in columns),
+        distances=tuple(_farthest([one.distances[rank] for rank in ranks]) for ranks in columns),
+        kind=kinds.get(one.call.module, ""),
+        turn=one.call.turn,
+    )
+
+
+def _fold(rows: Sequence[TracedRow]) -> TracedRow:
+    """Return successive calls as one row, with the worst state of each column."""
+    by_column = list(zip(*(row.states for row in rows), strict=True))
+    worst = tuple(map(_worst, by_column))
+    return replace(
+        rows[0],
+        states=worst,
+        distances=tuple(map(_farthest, zip(*(row.distances for row in rows), strict=True))),
+        kind="",
+        calls=len(rows),
+        until=rows[-1].module,
+        times=tuple(states.count(state) for states, state in zip(by_column, worst, strict=True)),
+    )
+
+
+def _worst(states: Sequence[str]) -> str:
+    return max(states, key=SEVERITY.__getitem__)
+
+
+def _farthest(distances: Sequence[float | None]) -> float | None:
+    known = max((distance for distance in distances if distance is not None), default=None)
+    return None if known is None else float(f"{known:.3g}")
+
+
+def _rows_of_their_own(rows: Sequence[TracedRow], near: int) -> Collection[int]:
+    """Return the calls ``near`` the first that departs, and those next to others where a column ceases to agree."""
+    first = next((index for index, one in enumerate(rows) if "departs" in one.states), None)
+    others = [index for index, one in enumerate(rows) if _begins(one, rows[index - 1] if index else None)]
+    others = [index for index in others if index != first][:MOST_BEGINNINGS]
+    around = [(index, NEXT) for index in others] + ([(first, near)] if first is not None else [])
+    return {other for index, reach in around for other in range(index - reach, index + reach + 1)}
+
+
+def _begins(one: TracedRow, before: TracedRow | None) -> bool:
+    off = ("in between", "departs")
+    return any(
+        state in off and (before is None or before.states[column] not in off) for column, state in enumerate(one.states)
+    )

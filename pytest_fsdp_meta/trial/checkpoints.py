@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_meta.evidence import Comparison, Resharded
-from pytest_fsdp_meta.trial.loads import end_world
+from pytest_fsdp_meta.trial.giving import end_world
 from pytest_fsdp_meta.trial.obstacles import refuses_checkpoint
 from pytest_fsdp_meta.trial.on_ranks import checkpoint, run_on, saved_state
 from pytest_fsdp_meta.worlds import World, WorldError

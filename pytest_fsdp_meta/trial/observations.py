@@ -24,8 +24,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step, with_noise
-from pytest_fsdp_meta.trial.giving import Giving
-from pytest_fsdp_meta.trial.loads import Loads
+from pytest_fsdp_meta.trial.giving import Giving, Loads
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, no_training_declared, odd_model
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.trial.reloading import Reloading

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.simulation.observe import step as simulated_step
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
     from pytest_fsdp_meta.checks.training.observe import (
+        author_step,
         given,
         noise,
-        not_finite,
         reference,
         reference_training,
         training,
@@ -58,12 +58,12 @@ else:
 
     author_data = ObserverModule("data.observe")
     author_saving = ObserverModule("checkpoint.observe.author")
+    author_step = ObserverModule("training.observe.author_step")
     checkpoint = ObserverModule("checkpoint.observe.round_trip")
     drawn_weights = ObserverModule("drawn.observe")
     given = ObserverModule("training.observe.given")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
-    not_finite = ObserverModule("training.observe.not_finite")
     reference = ObserverModule("training.observe.reference")
     reference_training = ObserverModule("training.observe.reference_training")
     saved_state = ObserverModule("checkpoint.observe.saved_state")
@@ -81,13 +81,13 @@ __all__ = [
     "ON_RANKS",
     "author_data",
     "author_saving",
+    "author_step",
     "checkpoint",
     "doing_in",
     "drawn_weights",
     "given",
     "loading",
     "noise",
-    "not_finite",
     "reference",
     "reference_training",
     "run_on",

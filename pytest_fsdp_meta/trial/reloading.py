@@ -33,7 +33,7 @@ from pytest_fsdp_meta.trial.checkpoints import (
     restored_if_deleted,
     save_over,
 )
-from pytest_fsdp_meta.trial.loads import Loads, describe_size, other_size
+from pytest_fsdp_meta.trial.giving import Loads, describe_size, other_size
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -49,8 +49,8 @@ from pytest_fsdp_meta.trial.obstacles import (
 )
 from pytest_fsdp_meta.trial.on_ranks import (
     author_data,
+    author_step,
     checkpoint,
-    not_finite,
     run_on,
     saved_state,
     state_dict,
@@ -177,7 +177,7 @@ class Reloading(TableRun):
         if not any(t.requires_grad for t in self.inventory[0].tensors):
             return Unavailable("nothing is trainable")
         try:
-            return tuple(self.loads.run_first(not_finite.observe_not_finite))
+            return tuple(self.loads.run_first(author_step.observe_not_finite))
         except WorldError as error:
             if error.failures[0].kind in ("hung", "killed"):  # gloo aborts a rank whose collective meets another one
                 return tuple(StepNotFinite((0, 1), waiting=error.summary) for _ in self.inventory)

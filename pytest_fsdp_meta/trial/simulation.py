@@ -40,7 +40,7 @@ from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.loads import LOADER_OUTCOMES, Load
+from pytest_fsdp_meta.trial.giving import LOADER_OUTCOMES, Load
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
 from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated

@@ -9,7 +9,7 @@ from itertools import dropwhile, islice, takewhile
 import pytest
 
 from pytest_fsdp_meta.evidence.codec import to_plain
-from pytest_fsdp_meta.plugin.run_scope import RunScope
+from pytest_fsdp_meta.plugin.report_plugin import RunScope
 from pytest_fsdp_meta.reports.schema import SCHEMA, Header, LoaderRecord, Report
 from tests.conftest import Project, errors
 from tests.reports.report_factory import check, loader

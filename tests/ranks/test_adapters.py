@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.catalogue import Selection, judge
 from pytest_fsdp_meta.checks.structure.facts import boxes
-from pytest_fsdp_meta.checks.training.observe.accumulation import accumulate, micro_batches
+from pytest_fsdp_meta.checks.training.observe.first_batch_again import accumulate, micro_batches
 from pytest_fsdp_meta.checks.values.observe import compare
 from pytest_fsdp_meta.evidence import Comparison, MeshFacts
 from pytest_fsdp_meta.loader.adapter import PartError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.checks.tracing.facts import Departure
-from pytest_fsdp_meta.checks.tracing.observe.departures import describe_departure
+from pytest_fsdp_meta.checks.tracing.observe.matching import describe_departure
 
 NOISE = UNIT = 1.2e-7
 

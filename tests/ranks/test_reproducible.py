@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import backends, nn
 
-from pytest_fsdp_meta.ranks.reproducible import FUSED_ATTENTIONS, reproducible
+from pytest_fsdp_meta.ranks.generators import FUSED_ATTENTIONS, reproducible
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

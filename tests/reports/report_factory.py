@@ -12,6 +12,7 @@ from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.ranks.layout import regions
+from pytest_fsdp_meta.reports.history import Timeline
 from pytest_fsdp_meta.reports.schema import (
     SCHEMA,
     SKIPS,
@@ -30,7 +31,6 @@ from pytest_fsdp_meta.reports.schema import (
     TracedStep,
     Traffic,
 )
-from pytest_fsdp_meta.reports.timeline import Timeline
 from tests.checks.evidence_factory import shard_of
 
 CATALOGUE = tuple(CatalogueRecord(c.id, c.family, c.promise, c.since) for c in built_in())

@@ -14,11 +14,13 @@ from pytest_fsdp_meta.evidence import WorldFacts
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.history import (
     MOST_RUNS,
+    Timeline,
     describe_history,
     describe_moment,
     describe_results,
     describe_since,
     is_flaky,
+    read_timeline,
 )
 from pytest_fsdp_meta.reports.io import FILE, read_report
 from pytest_fsdp_meta.reports.markdown import summarise_run
@@ -35,7 +37,6 @@ from pytest_fsdp_meta.reports.schema import (
     Report,
     Summary,
 )
-from pytest_fsdp_meta.reports.timeline import Timeline, read_timeline
 from tests.reports.report_factory import HOSTILE, LLAMA, check, finding, header, loader, report, with_history
 
 CHECK = "no_meta_params"

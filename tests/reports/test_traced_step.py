@@ -16,8 +16,7 @@ from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import render
 from pytest_fsdp_meta.reports.page.traced import PhaseView, cells_of, describe_multiple, step_view
 from pytest_fsdp_meta.reports.schema import TracedPhase, TracedRow, TracedStep
-from pytest_fsdp_meta.reports.summary import summarise
-from pytest_fsdp_meta.reports.traced_step import MOST_COLUMNS, NEAR, record_step
+from pytest_fsdp_meta.reports.summary import MOST_COLUMNS, NEAR, record_step, summarise
 from tests.checks.evidence_factory import healthy
 from tests.conftest import Project
 from tests.reports.report_factory import loader, report, traced_step

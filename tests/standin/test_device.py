@@ -256,7 +256,7 @@ def test_autocast_casts_as_on_cuda(ranks: World) -> None:
 def fill() -> list[bool]:
     import torch
 
-    from pytest_fsdp_meta.ranks.poison import poisoned_memory
+    from pytest_fsdp_meta.ranks.bits import poisoned_memory
 
     with poisoned_memory():
         empty = torch.empty(3, device=current().device)

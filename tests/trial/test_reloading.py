@@ -40,7 +40,7 @@ from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Unavailable
 from pytest_fsdp_meta.trial import LoaderFailed
-from pytest_fsdp_meta.trial.loads import other_size
+from pytest_fsdp_meta.trial.giving import other_size
 from pytest_fsdp_meta.worlds import Rank, WorldSpec
 from tests.trial_help import batch, build, judge_all, loss, observe
 from tests.world_help import is_running

@@ -27,9 +27,8 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import is_stateful, yields_batches
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice, calling, calling_field
-from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.bits import NOTICES, digest
 from pytest_fsdp_meta.ranks.generators import set_all
-from pytest_fsdp_meta.ranks.poison import NOTICES
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, current, doing, forward_warnings

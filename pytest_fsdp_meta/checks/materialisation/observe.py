@@ -29,13 +29,13 @@ from pytest_fsdp_meta.loader.declared import FROM_RANK_0, describe_declarations
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
 from pytest_fsdp_meta.ranks.batches import batch_slice
+from pytest_fsdp_meta.ranks.bits import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.generators import read_all
 from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.mapped import MAPS
 from pytest_fsdp_meta.ranks.modes import kept_in_evaluation, train_model
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, optimizer_facts, pack_optimizer
-from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.precision import precision
 from pytest_fsdp_meta.ranks.sending import pack_function
 from pytest_fsdp_meta.ranks.torch_names import lacking

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
 from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_sequence
-from pytest_fsdp_meta.judging.coordinates import coordinates
+from pytest_fsdp_meta.judging.expectations import coordinates
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import random_numbers_check

@@ -19,8 +19,7 @@ from pytest_fsdp_meta.judging.causes import (
     is_zero,
     may_be_other_slice,
 )
-from pytest_fsdp_meta.judging.coordinates import coordinates
-from pytest_fsdp_meta.judging.expectations import is_whole
+from pytest_fsdp_meta.judging.expectations import coordinates, is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import values_check
 from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by

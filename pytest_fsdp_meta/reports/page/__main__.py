@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.history import Timeline
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.timeline import Timeline
 
 USAGE = "usage: python -m pytest_fsdp_meta.reports.page REPORT.json [PAGE.html [EARLIER.json]]"
 

@@ -26,17 +26,23 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankSaved
-from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author, still_saving, wait_for_all_ranks
+from pytest_fsdp_meta.checks.checkpoint.observe.author import (
+    call_author,
+    is_untouched,
+    overwrite,
+    still_saving,
+    wait_for_all_ranks,
+    with_changes,
+)
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
-from pytest_fsdp_meta.checks.checkpoint.observe.overwriting import is_untouched, overwrite, with_changes
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
+from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory, placed_like, without_partial

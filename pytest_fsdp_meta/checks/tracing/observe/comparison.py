@@ -27,8 +27,14 @@ from pytest_fsdp_meta.checks.tracing.facts import (
     ModuleFacts,
     TracedCall,
 )
-from pytest_fsdp_meta.checks.tracing.observe.departures import describe_departure
-from pytest_fsdp_meta.checks.tracing.observe.matching import Layout, Match, is_in_another_order, match, sketch
+from pytest_fsdp_meta.checks.tracing.observe.matching import (
+    Layout,
+    Match,
+    describe_departure,
+    is_in_another_order,
+    match,
+    sketch,
+)
 from pytest_fsdp_meta.checks.values.observe import comparable, measure
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.module_watch import Entered, Seen

@@ -7,20 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
-from pytest_fsdp_meta.checks.training.judge.backward import (
-    describe_first_departure,
-    sort_by_backward,
-    unreduced_gradients,
-)
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
     CONSTANT,
     NOT_CLIPPED,
+    describe_first_departure,
     explain_clipping,
     explain_factor,
     explain_module,
     explain_other,
     explain_own_norms,
+    sort_by_backward,
+    unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts

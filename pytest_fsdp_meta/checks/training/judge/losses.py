@@ -15,7 +15,7 @@ from pytest_fsdp_meta.checks.tracing.judge import (
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
-from pytest_fsdp_meta.judging.coordinates import sequence_places
+from pytest_fsdp_meta.judging.expectations import sequence_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,

@@ -1,32 +1,38 @@
-"""The second step: its gradients equal those of one device, so that nothing was carried over or lost."""
+"""The second step and all updates: gradients are those of one device, and each parameter moves as there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
-from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import RankTraining, SecondStep
-from pytest_fsdp_meta.judging.causes import Cases
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, UPDATE_TOLERANCE
+from pytest_fsdp_meta.evidence import Measure, RankTraining, SecondStep
+from pytest_fsdp_meta.judging.causes import Cases, by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
+    explain_hooks_left_out,
     explain_uneven_backwards,
+    global_losses,
     require_no_other_cause,
     require_same_forward,
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import (
     Limits,
+    describe_length,
     gradients_beyond_rounding,
     limits_of,
+    loss_limits,
 )
+from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
+from pytest_fsdp_meta.text import counted
 
 _CHANGED = either(
     "the parameters are right after the first step, and the second gradients are not: ",
@@ -171,3 +177,194 @@ _NOT_ZEROED: Explanation = {
     "remedy": "let train_step call optimizer.zero_grad(); if it does, call it for every parameter group, and clear "
     "gradient buffers that a wrapper keeps",
 }
+
+
+MOST_PERPENDICULAR = 0.35
+"""Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
+If only the signs agree, the part is about 0.6."""
+CLEAR = 0.1
+"""Fraction: a factor that leaves more of an update unexplained is not explained by a number of ranks."""
+SAME_UPDATE = 0.02
+"""Relative: update factors that differ by less count as the same factor, with the same cause."""
+_SETTINGS = either(
+    "",
+    "the optimizer's learning rate, weight decay or parameter groups are not the reference's",
+    "groups are chosen by the size of a rank's shard, or the function that builds the optimizer depends on the number "
+    "of ranks (1 for the reference)",
+    "compare the optimizer's groups and their settings with the reference's, by parameter name",
+)
+_STEP = either(
+    "the settings of the parameter's group are the reference's: ",
+    "the optimizer computes its step otherwise, from another state or by another number of steps",
+    "the optimizer computes on each rank's shard what needs the whole tensor, such as its norm, its mean or an "
+    "orthogonal matrix",
+    "compare the optimizer's state and step with the reference's; compute norms and matrices of whole tensors over the "
+    "ranks that shard them",
+)
+
+
+@training_check(
+    promise="each parameter's update over the training steps equals the reference's",
+    uses=["values", "verifier"],
+    after=[*BEFORE_UPDATES, "second_grad_parity"],
+    why="A parameter group without its learning rate or weight decay still has correct gradients and is noticed late.",
+    cause=_SETTINGS["cause"],
+    remedy=_SETTINGS["remedy"],
+    references=["pytorch/pytorch#149205"],
+    tolerance=UPDATE_TOLERANCE,
+)
+def update_parity(view: View) -> Iterable[Finding]:
+    runs = comparable_training(view)
+    found = list(_wrong_updates(view, runs))
+    compared = (c for run in runs for c in run.parameters)
+    unless_explained(view, runs, found, "the updates differ", compared, UPDATE_TOLERANCE)
+    if found:
+        _require_same_last_forward(view, runs)
+    yield from found
+
+
+def _require_same_last_forward(view: View, runs: Sequence[RankTraining]) -> None:
+    """Raise Blocked if the last loss is wrong although the parameters were right before: then the last update is, too.
+
+    loss_parity reports that the forward has changed.
+    """
+    expected, actual = view.reference.losses or (), global_losses(view.evidence)
+    last = len(expected) - 1
+    if "loss_parity" not in view.selection or not all(run.late for run in runs):
+        return
+    limits = replace(limits_of(view, "updates"), roundings=2 * last)
+    moved = any(limits.exceeded(rank, c) for rank, run in enumerate(runs) for c in run.late)
+    if not moved and loss_limits(view).exceeded(actual, expected, last):
+        raise Blocked(
+            f"the parameters are right before the last step, whose loss is {actual[last]:.6g}, but should be "
+            f"{expected[last]:.6g}",
+            ["loss_parity"],
+        )
+
+
+def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
+    names = view.names("parameter", only=gradients_beyond_rounding(view))
+    updates = view.comparisons(tuple(run.parameters for run in runs), names)
+    limits = _limits_after_steps(view, updates)
+    exceeding = {name: [(rank, c) for rank, c in cases if limits.exceeded(rank, c)] for name, cases in updates.items()}
+    off = {name: cases for name, cases in exceeding.items() if cases}
+    worst = max((c.relative for cases in off.values() for _, c in cases), default=0.0)
+    least = min(worst, 1.0) / 2
+    farthest = {name: [(rank, c) for rank, c in cases if c.relative >= least] for name, cases in off.items()}
+    measured = [c.measure for cases in farthest.values() for _, c in cases if c.measure is not None]
+    labels = alike(
+        {_update_factor(m): m.residual for m in measured if _update_factor(m)}, max(limits.relative, SAME_UPDATE)
+    )
+    for name, cases in farthest.items():
+        for factor, alike_cases in by_label(cases, lambda measure: labels.get(_update_factor(measure), "")).items():
+            actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
+            detail = "" if factor else _describe_error(limits, alike_cases)
+            ranks = tuple(rank for rank, _ in alike_cases)
+            explanation = _explain_settings(view, runs, name, ranks) or explain_rates(view, runs, ranks)
+            explanation = explanation or _explain_written(runs, name, ranks) or _explain_counted(runs, ranks)
+            clear = all(c.measure is not None and c.measure.residual < CLEAR for _, c in alike_cases)
+            if factor and clear and not explanation:
+                explanation = _explain_factor(view, runs, name, factor)
+            explanation = explanation or explain_hooks_left_out(view)
+            explanation = explanation or (_STEP if _knows_settings(view, runs, name, ranks) else _SETTINGS)
+            yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
+
+
+def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
+    """Return the limits of updates over all steps: each rounds each element once, on the ranks and in the reference.
+
+    A slice that moved little may differ as much as the one that moved farthest.
+    """
+    moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
+    longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
+    return replace(limits_of(view, "updates"), roundings=2 * len(view.reference.losses or ()), longest=longest)
+
+
+def _describe_error(limits: Limits, cases: Cases) -> str:
+    if limits.only_scaled(cases):
+        return describe_length(cases)
+    return f"relative error {max(c.relative for _, c in cases):.2g}"
+
+
+def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain an update by other settings of the parameter's group than in the reference; return {} if they agree."""
+    theirs = _parse_settings(view.reference.settings.get(name, ""))
+    for rank in ranks:
+        facts = runs[rank].optimizer
+        ours = _parse_settings(facts.settings.get(name, "")) if facts is not None else {}
+        differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+        if differing:
+            actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
+            return either(
+                f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
+                "reference: ",
+                "groups are chosen by names with a wrapper's prefix",
+                "groups are chosen by the shapes of shards, or the function that builds the optimizer depends on the "
+                "number of ranks (1 for the reference)",
+                "choose groups by the names and the whole shapes of the unwrapped model, and compute what depends on "
+                "the number of ranks outside of the function",
+            )
+    return {}
+
+
+def _knows_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
+    """Return whether the settings of the parameter's group are known on these ranks and in the reference."""
+    held = [facts.settings.get(name) if (facts := runs[rank].optimizer) is not None else None for rank in ranks]
+    return bool(view.reference.settings.get(name)) and all(held)
+
+
+def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
+    """Explain an update by steps that the loader's optimizer has counted without gradients; return {} without any."""
+    optimizers = [runs[rank].optimizer for rank in ranks]
+    counted_by = {optimizer.counted for optimizer in optimizers if optimizer is not None}
+    if counted_by in (set(), {0.0}):
+        return {}
+    steps = counted(round(max(counted_by)), "step")
+    return {
+        "cause": f"the loader's optimizer has counted {steps} before the training, and its moments are zero: a step "
+        "with zero gradients created its state, as torch's get_optimizer_state_dict does, so AdamW corrects the first "
+        "moments as those of a later step",
+        "remedy": "set each step in optimizer.state back to 0 after creating the state, or load a state instead",
+    }
+
+
+def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain an update of a parameter that train_step itself writes to on all these ranks; else return {}."""
+    if not all(name in runs[rank].buffers.written_parameters for rank in ranks):
+        return {}
+    return {
+        "cause": "train_step itself writes to it outside of the optimizer's step, which the reference does not, or "
+        "swaps it for an evaluation and does not put it back",
+        "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
+        "what an evaluation swaps",
+    }
+
+
+def _parse_settings(text: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in text.split("; ") if "=" in setting)
+
+
+def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    """Explain an update factor that equals a number of ranks; return {} if it equals none."""
+    whole_factor = whole(float(factor), SAME_UPDATE)
+    number, meaning = number_of(view, runs, whole_factor, name)
+    if not meaning:
+        return {}
+    done = "divided" if whole_factor.startswith("1/") else "multiplied"
+    return {
+        "cause": f"the learning rate, or the optimizer's step, is {done} by {meaning} ({number}), and the reference's "
+        "is not",
+        "remedy": "use the reference's learning rate on the ranks: gradients are already averaged over the "
+        "data-parallel ranks; and look for code that scales gradients between backward and the step",
+    }
+
+
+def _update_factor(measure: Measure) -> float:
+    """Return the factor of an update that is a multiple of the reference's; 0 if it is not a multiple.
+
+    It does not count as a multiple if its different direction explains more of the error than the factor does.
+    """
+    if not math.isfinite(measure.apart) or measure.residual > MOST_PERPENDICULAR:
+        return 0.0
+    return measure.factor if measure.factor > 0 and abs(measure.factor - 1) >= measure.residual else 0.0

@@ -1,10 +1,12 @@
-"""Run the author's own training step, and look at the gradients when it steps the optimizer."""
+"""Run the author's own training step: look at the gradients when it steps the optimizer, and make some outputs NaN."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from numbers import Real
 from typing import Any, NamedTuple
@@ -12,18 +14,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, rates_of
+from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
+from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinite
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, last_beside, last_optimizer, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
-from pytest_fsdp_meta.ranks.batches import call_field
+from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, rows_of_step
+from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
+from pytest_fsdp_meta.ranks.modes import with_dropout
+from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
 from pytest_fsdp_meta.text import counted
-from pytest_fsdp_meta.worlds import current
+from pytest_fsdp_meta.worlds import Rank, current, doing
 
 
 class AuthorStep(NamedTuple):
@@ -181,3 +188,78 @@ def _scaled(tensors: Any, grad_tensors: Any, scale: float, after_another: bool) 
             continues = after_another and own.numel() > 1 and bool((own != own.flatten()[0]).any())
             scaled.append(own if continues else own * scale)
     return roots, scaled
+
+
+def observe_not_finite() -> StepNotFinite:
+    """Run the author's step with NaN in what the model returns on the ranks of the first slice of the batch.
+
+    If that leaves all ranks as they were, run it again, with NaN on those of the last slice; and, if that does as well,
+    once as it is. The model may be of no use afterwards.
+    """
+    rank, subject = current(), resharded_subject()
+    data_parallel = batch_slice(subject, rank)
+    rows = rows_of_step(subject, 0, data_parallel, rank.device)
+    steps: list[bool | None] = []
+    for bad in dict.fromkeys((0, data_parallel[1] - 1)):
+        # Where one rank does not call the model, none may wait for another step of it.
+        if steps and on_any_rank(steps[0] is not False):
+            break
+        steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
+    kept: tuple[str, ...] = ()
+    if not on_any_rank(any(step is not False for step in steps)):
+        _moves(subject, rank, rows, spoiling=False)
+        tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
+        kept = tuple(tensor.name for tensor in tensors if tensor.requires_grad and tensor.nan)
+    moved = tuple(step for step in steps if step is not None)
+    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else (), kept)
+
+
+def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
+    """Return whether a step changes this rank's parameters; None if it calls no model, or that returns no numbers."""
+    doing("a step that is not finite")
+    before, called = _digests(subject, rank), False
+    optimizer = last_optimizer(subject, rank)
+    assert optimizer is not None, "something is trainable"
+
+    def spoil(module: Module, args: Any, output: Any) -> Any:
+        nonlocal called
+        called |= any(tensor.is_floating_point() for _, tensor in tensors_in(output))
+        return _with_nan(output) if spoiling else None
+
+    hook = subject.model.register_forward_hook(spoil)
+    try:
+        # Not run_author_step(): here a step may well leave the optimizer alone.
+        beside = last_beside(subject, rank, optimizer)
+        with beside.kept_schedule(optimizer), with_dropout(subject.model, rank.device):
+            call_author_step(subject, optimizer, rows, beside)
+    finally:
+        hook.remove()
+    reshard(subject.model)
+    return _digests(subject, rank) != before if called else None
+
+
+def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:
+    tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
+    return {tensor.name: tensor.digest for tensor in tensors if tensor.requires_grad}
+
+
+def _with_nan(value: Any) -> Any:
+    """Return the value with NaN in all its floating tensors, which ``tensors_in`` finds."""
+    if isinstance(value, Tensor):
+        return value * float("nan") if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_nan, value))
+    if isinstance(value, tuple):  # a named one takes its parts one by one
+        return type(value)(*map(_with_nan, value))
+    spoiled: Any
+    if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
+        spoiled = copy.copy(value)
+        for key, part in value.items():
+            spoiled[key] = _with_nan(part)
+        return spoiled
+    if is_dataclass(value) and not isinstance(value, type):
+        spoiled = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(spoiled, field.name, _with_nan(getattr(value, field.name)))
+        return spoiled
+    return value

@@ -25,9 +25,9 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.assembly import put_together
 from pytest_fsdp_meta.ranks.batches import requiring_parameters
+from pytest_fsdp_meta.ranks.bits import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.inventory import named_tensors, take_inventory
 from pytest_fsdp_meta.ranks.optimizers import Rebuilding
-from pytest_fsdp_meta.ranks.poison import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.reference_record import (
     Record,
     checkpoint_entries,

@@ -23,7 +23,8 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, GIVEN_BUFFERS
-from pytest_fsdp_meta.checks.training.observe.accumulation import (
+from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.first_batch_again import (
     accumulate,
     finish_gradients,
     half_of_ranks,
@@ -31,10 +32,8 @@ from pytest_fsdp_meta.checks.training.observe.accumulation import (
     micro_batches,
     union_of_ranks,
 )
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.clipping import ReferenceClipping
 from pytest_fsdp_meta.checks.training.observe.given import give_buffers, set_values
-from pytest_fsdp_meta.checks.training.observe.gradients import gradient_norm
+from pytest_fsdp_meta.checks.training.observe.gradients import ReferenceClipping, gradient_norm
 from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
 from pytest_fsdp_meta.checks.training.observe.snapshots import BUFFERS, parameters_of, snapshots_after, whole_gradients

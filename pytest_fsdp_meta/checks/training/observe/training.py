@@ -20,18 +20,17 @@ from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS, OWN_CHANGES
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.clipping import clip_on_rank
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
 from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
 from pytest_fsdp_meta.checks.training.observe.gradients import (
     ADDED,
     LEFT_OVER,
+    clip_on_rank,
     contains,
     gradient_norm,
     gradients_of,
     without_gradient,
 )
-from pytest_fsdp_meta.checks.training.observe.mode_watch import ModeWatch
 from pytest_fsdp_meta.checks.training.observe.movement import (
     compare_beside,
     copy_beside,
@@ -48,6 +47,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
 from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, broadcast_buffers
+from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import (
     Clipping,
     Comparison,
