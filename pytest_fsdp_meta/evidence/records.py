@@ -166,7 +166,7 @@ class ReferenceFacts:
     that their steps change, and the state of the loader's optimizer."""
     hooks_left_out: tuple[str, ...] = ()
     """The step hooks of the loader's optimizer that could not run on the reference, each with the reason."""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """As in ``OptimizerFacts``, of the optimizer that trains it."""
     steered_by_forward: tuple[str, ...] = ()
     """The buffers, and other untrained tensors, that its forward changes and that change its loss."""

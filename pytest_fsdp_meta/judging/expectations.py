@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 
 from pytest_fsdp_meta.evidence import (
@@ -21,8 +21,6 @@ from pytest_fsdp_meta.judging.view import View
 from pytest_fsdp_meta.text import counted
 
 PLAIN = "a plain tensor, whole on every rank"
-SHARDED = "sharded over"
-"""First words of ``Mismatch.expected`` for a parameter that a mesh dimension should shard."""
 
 
 def data_dims(view: View) -> dict[str | None, int]:
@@ -141,8 +139,13 @@ def is_split(tensor: TensorFacts) -> bool:
     return bool(tensor.sharded_by) and tensor.placements is None and not tensor.whole
 
 
-def compare_with_default(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
-    """Compare with what the names of the mesh dimensions imply; scalars and empty tensors always match."""
+def compare_with_default(
+    tensor: TensorFacts, dims: dict[str | None, int], world: int, roles: Collection[str] = ("shard", "replicate")
+) -> Mismatch | None:
+    """Compare with what the names of the mesh dimensions imply, of those with these roles.
+
+    Scalars and empty tensors always match.
+    """
     if not tensor.shape or 0 in tensor.shape:
         return None
     sharding = {name: size for name, size in dims.items() if _role(name) == "shard"}
@@ -150,25 +153,28 @@ def compare_with_default(tensor: TensorFacts, dims: dict[str | None, int], world
     if tensor.placements is None:
         if not sharding:
             return None
-        return Mismatch(describe_placements(tensor), f"{SHARDED} {expected}")
+        return Mismatch(describe_placements(tensor), f"sharded over {expected}")
     assert tensor.mesh is not None
-    roles = [_role(dim) for dim in tensor.mesh.dims]
+    of_dims = [_role(dim) for dim in tensor.mesh.dims]
     if tensor.mesh.dims == (None, None):
-        roles = ["replicate", "shard"]  # how fully_shard() uses the dimensions of an unnamed 2-D mesh
-    for role, size, placement, dim in zip(roles, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True):
-        if size > 1 and role == "shard" and sharded_dim(placement) is None:
+        of_dims = ["replicate", "shard"]  # how fully_shard() uses the dimensions of an unnamed 2-D mesh
+    rows = zip(of_dims, tensor.mesh.shape, tensor.placements, tensor.mesh.dims, strict=True)
+    for role, size, placement, dim in rows:
+        if size == 1 or role not in roles:
+            continue
+        if role == "shard" and sharded_dim(placement) is None:
             return Mismatch(
-                describe_placements(tensor), f"{SHARDED} {dim or 'the mesh'}={size}", **_explain_name(dim, placement)
+                describe_placements(tensor), f"sharded over {dim or 'the mesh'}={size}", **_explain_name(dim, placement)
             )
-        if size > 1 and role == "replicate" and placement != "R":
+        if role == "replicate" and placement != "R":
             where = f"replicated over {dim or 'the first mesh dimension'}={size}"
             return Mismatch(
                 describe_placements(tensor), where, **(_REPLICATE if sharded_dim(placement) is not None else {})
             )
-    return _forgotten(tensor, dims, "shard" in roles, world)
+    return _forgotten(tensor, dims, "shard" in of_dims and "replicate" in roles, world)
 
 
-def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, world: int) -> Mismatch | None:
+def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], reduces: bool, world: int) -> Mismatch | None:
     """Find a dimension that the tensor's mesh lacks or has too small: nothing is sharded or reduced over the rest."""
     assert tensor.mesh is not None
     if _of_experts(tensor.mesh):
@@ -179,9 +185,9 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], shards: bool, w
             continue
         as_well = "" if name in tensor.mesh.dims or max(tensor.mesh.shape) == 1 else " as well"
         if _role(name) == "shard":
-            return Mismatch(describe_placements(tensor), f"{SHARDED} {name}={size}{as_well}")
+            return Mismatch(describe_placements(tensor), f"sharded over {name}={size}{as_well}")
         # FSDP2 reduces gradients over the dimensions of its own mesh only; DDP over TP reduces by itself.
-        if shards and tensor.requires_grad:
+        if reduces and tensor.requires_grad:
             return Mismatch(
                 describe_placements(tensor), f"replicated over {name}={size}{as_well} (by fully_shard(mesh=...))"
             )

@@ -112,13 +112,13 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     )
 
 
-def settings_of(optimizer: Optimizer, model: Module) -> dict[str, str]:
-    """Return the settings of the group of each parameter, as text."""
-    shown: dict[int, str] = {}
+def settings_of(optimizer: Optimizer, model: Module) -> dict[str, Mapping[str, str]]:
+    """Return ``OptimizerFacts.settings``."""
+    shown: dict[int, Mapping[str, str]] = {}
     for group in optimizer.param_groups:
         own = {key: _as_plain(value) for key, value in group.items() if key not in BY_NAME | IMPLEMENTATION}
-        text = "; ".join(f"{key}={value!r}" for key, value in own.items() if value is not None)
-        shown |= {id(parameter): text for parameter in group["params"]}
+        texts = {key: repr(value) for key, value in own.items() if value is not None}
+        shown |= {id(parameter): texts for parameter in group["params"]}
     parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
     return {name: shown[id(tensor)] for name, tensor in parameters if id(tensor) in shown}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.checks.training.facts import Followed
 from pytest_fsdp_meta.evidence import Comparison, Evidence, Noise, TensorNoise
 from tests.checks.evidence_factory import (
     COUNTER,
@@ -54,7 +55,7 @@ def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, expected)
     ("moved", "shares"), [(45, ["1.1%"]), (4100, []), (0, [])], ids=["rounded away", "follows", "updated less often"]
 )
 def test_an_average_that_stands_still_while_the_parameters_move(moved, shares):
-    found = verdict(PARITY, on_runs(HEALTHY, None, followed={"ema: bfloat16": (moved, 4139)}))
+    found = verdict(PARITY, on_runs(HEALTHY, None, followed=(Followed("ema", "bfloat16", moved, 4139),)))
     actual = [f"moves in {share} of the elements in which the parameters move" for share in shares]
     assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [("ema", (0, 1), text) for text in actual]
     assert all(f.cause.startswith("it is kept in bfloat16") for f in found.findings)
@@ -112,7 +113,7 @@ def test_what_is_not_compared_with_the_reference(beside, reason):
 
 
 def test_what_is_rounded_away_altogether_may_be_updated_less_often():
-    still = on_runs(HEALTHY, None, beside=(STILL,), followed={"ema: bfloat16": (0, 4139)})
+    still = on_runs(HEALTHY, None, beside=(STILL,), followed=(Followed("ema", "bfloat16", 0, 4139),))
     assert verdict(PARITY, still).reason.endswith("neither here nor in the reference; ema is kept in bfloat16")
 
 

@@ -357,7 +357,8 @@ def test_an_export_that_rounds():
     ],
 )
 def test_an_export_of_another_shape(world, shape, cause):
-    odd = Comparison(EMBEDDING, False, problem=f"shape {shape}", should_be="(8, 4), as in the reference")
+    should_be = "(8, 4), as in the reference"
+    odd = Comparison(EMBEDDING, False, problem=f"shape {shape}", should_be=should_be, shape=shape)
     found = verdict(EXPORTS, replace(healthy(world), export=Export(comparisons=(odd,))))
     actual = f"shape {shape} in the gathered state dict"
     assert findings_of(found) == [(EMBEDDING, (0,), actual, "(8, 4), as in the reference", "")]

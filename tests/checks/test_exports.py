@@ -60,7 +60,7 @@ def test_a_part_with_other_values_is_one_finding(world, ranks):
 
 
 def test_a_part_of_another_shape():
-    turned = Comparison(MIDDLE, False, problem="shape (4, 3)", should_be="(6, 4), as in the reference")
+    turned = Comparison(MIDDLE, False, problem="shape (4, 3)", should_be="(6, 4), as in the reference", shape=(4, 3))
     assert findings_of(verdict(EXPORTS, assembled(healthy(), on(1, comparison=turned)))) == [
         (MIDDLE, (1,), "shape (4, 3) in the state dict", "(6, 4), as in the reference, or the rank's part of it", "")
     ]

@@ -232,7 +232,8 @@ def with_settings(evidence, ours, theirs):
 
 
 def test_a_parameter_in_another_group_than_in_the_reference():
-    ours, theirs = "lr=0.1; betas=(0.9, 0.95); weight_decay=0.1", "lr=0.1; betas=(0.9, 0.95); weight_decay=0"
+    theirs = {"lr": "0.1", "betas": "(0.9, 0.95)", "weight_decay": "0"}
+    ours = {**theirs, "weight_decay": "0.1"}
     wrong = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
     (found,) = verdict(UPDATES, with_settings(wrong, ours, theirs)).findings
     assert found.cause.startswith(
@@ -241,7 +242,7 @@ def test_a_parameter_in_another_group_than_in_the_reference():
     (alike,) = verdict(UPDATES, with_settings(wrong, ours, ours)).findings
     assert alike.cause.startswith("the settings of the parameter's group are the reference's: the optimizer computes")
     assert verdict(UPDATES, with_settings(healthy(), ours, theirs)).status == "passed", "the updates are what counts"
-    (older,) = verdict(UPDATES, with_settings(wrong, ours, "")).findings
+    (older,) = verdict(UPDATES, with_settings(wrong, ours, {})).findings
     assert "group of this parameter" not in older.cause
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, RankTrace, TracedCall
+from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, OtherSetting, RankTrace, TracedCall
 from pytest_fsdp_meta.checks.tracing.judge import (
     Place,
     describe_origin,
@@ -209,7 +209,7 @@ def test_the_class_of_the_reference_is_named_if_it_is_another():
     assert describe_origin(built_in).startswith("block.mlp (Compiled), forward")
 
 
-DIFFERENT = ("eps is 0.1, in the reference 0.2", "scale is 3, ...")
+DIFFERENT = (OtherSetting("eps", "0.1", "0.2", number=True), OtherSetting("scale", "3", "None"))
 
 
 def with_other_settings(module, departing):
@@ -219,7 +219,13 @@ def with_other_settings(module, departing):
 
 @pytest.mark.parametrize(
     ("module", "cause"),
-    [("block.mlp", f"block.mlp is configured differently: {'; '.join(DIFFERENT)}"), ("embed", None)],
+    [
+        (
+            "block.mlp",
+            "block.mlp is configured differently: eps is 0.1, in the reference 0.2; scale is 3, in the reference None",
+        ),
+        ("embed", None),
+    ],
 )
 def test_a_setting_of_the_module_where_it_starts_explains_it(module, cause):
     assert explain_settings(with_other_settings(module, since(("output", "block.mlp")))).get("cause") == cause
@@ -233,13 +239,13 @@ def test_a_setting_of_the_module_where_it_starts_explains_it(module, cause):
             f"embed and 1 more are configured differently: {DIFFERENT[0]}",
         ),
         ({"embed": DIFFERENT[:1]}, f"embed is configured differently: {DIFFERENT[0]}"),
-        ({"embed": DIFFERENT[:1], "head": ("eps is 0.3, in the reference 0.2",)}, None),
-        ({"embed": ("kind is a, in the reference b",)}, None),
+        ({"embed": DIFFERENT[:1], "head": (OtherSetting("eps", "0.3", "0.2", number=True),)}, None),
+        ({"embed": (OtherSetting("kind", "a", "b"),)}, None),
     ],
     ids=["alike", "one", "not alike", "no number"],
 )
 def test_where_nothing_departs_a_number_that_modules_have_otherwise_may_explain_it(otherwise, cause):
-    facts = {**FACTS, **{name: replace(FACTS[name], otherwise=texts) for name, texts in otherwise.items()}}
+    facts = {**FACTS, **{name: replace(FACTS[name], otherwise=settings) for name, settings in otherwise.items()}}
     assert explain_numbers([replace(one, modules=facts) for one in both({})]).get("cause") == cause
     departing = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
     assert explain_numbers(departing) == {}, "there is a place"

@@ -49,9 +49,9 @@ ZEROS = (
 ODD_RANKS = "these ranks read the slice of another rank, or only the others received the weight"
 
 
-def shapes(problem: str, should_be: str) -> dict:
+def shapes(problem: str, should_be: str, shape: tuple[int, ...] | None = None) -> dict:
     """The facts of a comparison with a slice of another shape, which compares no elements."""
-    return {"elements": 0, "differing": 0, "problem": problem, "should_be": should_be}
+    return {"elements": 0, "differing": 0, "problem": problem, "should_be": should_be, "shape": shape}
 
 
 LOAD_BY_NAME = (
@@ -424,7 +424,7 @@ def unwritten(name):
 
 
 def of_another_shape(name):
-    wrong = shapes("shape (9, 4)", "(6, 4), as in the reference")
+    wrong = shapes("shape (9, 4)", "(6, 4), as in the reference", (9, 4))
     return differ(change(healthy(), name, shape=(9, 4)), name, **wrong)
 
 
@@ -468,7 +468,7 @@ def test_each_tensor_is_judged_by_one_check(check, own):
 
 
 def test_another_shape_and_other_values_are_two_findings():
-    wrong = shapes("shape (9, 4)", "(8, 4), as in the verifier")
+    wrong = shapes("shape (9, 4)", "(8, 4), as in the verifier", (9, 4))
     evidence = differ(differ(healthy(4), FROZEN, observed="verifier"), FROZEN, [2], observed="verifier", **wrong)
     found = verdict(VERIFIER, evidence)
     assert [(finding.ranks, finding.actual, finding.expected) for finding in found.findings] == [
@@ -565,7 +565,7 @@ def test_a_frozen_weight_that_differs_from_the_verifier():
         (4, [2], {"differing": 4}, ODD_RANKS),
         (2, None, {}, IN_PART),
         (
-            *(2, None, shapes("shape (4, 2)", "(4, 4), as in the reference")),
+            *(2, None, shapes("shape (4, 2)", "(4, 4), as in the reference", (4, 2))),
             "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",
         ),
     ],
@@ -580,7 +580,7 @@ def test_a_mapped_name_is_shown_as_in_the_verifier():
     assert findings_of(verdict(VERIFIER, evidence)) == [
         (FROZEN, (0, 1), "values that differ from the verifier's lm_head.weight", "", ONE.format(8, 0))
     ]
-    wrong = shapes("shape (4, 2)", "(4, 4), as in the reference")
+    wrong = shapes("shape (4, 2)", "(4, 4), as in the reference", (4, 2))
     assert findings_of(verdict(VERIFIER, differ(evidence, FROZEN, observed="verifier", **wrong))) == [
         (FROZEN, (0, 1), "shape (4, 2)", "(4, 4), as in the reference", "")
     ]

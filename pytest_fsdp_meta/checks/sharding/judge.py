@@ -12,7 +12,6 @@ from pytest_fsdp_meta.checks.structure.judge import MANIFEST, NAMES, SHAPES
 from pytest_fsdp_meta.evidence import Region, TensorFacts, WorldFacts, sharded_dim
 from pytest_fsdp_meta.judging.expectations import (
     PLAIN,
-    SHARDED,
     compare_with_declared,
     compare_with_default,
     data_dims,
@@ -76,7 +75,7 @@ def nothing_left_unsharded(view: View) -> Iterable[Finding]:
     for name, facts in view.tensors("parameter"):
         if name in declared or _divided_by_name(view, name, facts) or not all(is_whole(t) for _, t in facts):
             continue
-        mismatches = [(rank, _left_whole(tensor, dims, size)) for rank, tensor in facts]
+        mismatches = [(rank, compare_with_default(tensor, dims, size, ["shard"])) for rank, tensor in facts]
         if all(tensor.ddp for _, tensor in facts):
             replicated += [name] if any(mismatch for _, mismatch in mismatches) else []
         else:
@@ -100,11 +99,6 @@ _ON_EVERY_RANK: Explanation = {
 def _divided_by_name(view: View, name: str, facts: list[tuple[int, TensorFacts]]) -> bool:
     """Return whether ranks have other plain tensors instead of shards of the same ones, such as experts."""
     return name in view.on_some_ranks and all(tensor.placements is None for _, tensor in facts)
-
-
-def _left_whole(tensor: TensorFacts, dims: dict[str | None, int], world: int) -> Mismatch | None:
-    mismatch = compare_with_default(tensor, dims, world)
-    return mismatch if mismatch is not None and mismatch.expected.startswith(SHARDED) else None
 
 
 @sharding_check(

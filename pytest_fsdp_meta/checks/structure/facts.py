@@ -173,8 +173,8 @@ class OptimizerFacts:
     others: tuple[tuple[str, bool], ...] = ()
     stepped: frozenset[str] = frozenset()
     counted: float = 0.0
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """The settings of the group that each parameter is in, before the training: "lr=0.001; weight_decay=0.1"."""
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The settings of the group that each parameter is in, before the training: {"lr": "0.001", "foreach": "True"}."""
 
 
 @dataclass(frozen=True)

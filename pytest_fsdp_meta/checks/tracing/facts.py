@@ -71,6 +71,19 @@ class TracedCall:
 
 
 @dataclass(frozen=True)
+class OtherSetting:
+    """A setting of a module that is not the reference's, as text; ``number`` says whether both are numbers."""
+
+    name: str
+    value: str
+    reference: str
+    number: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.value}, in the reference {self.reference}"
+
+
+@dataclass(frozen=True)
 class ModuleFacts:
     """The class of a module, and where its forward is defined."""
 
@@ -81,8 +94,8 @@ class ModuleFacts:
     """The class of the reference's module if it is another one."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Its public attributes that are plain values, as text."""
-    otherwise: tuple[str, ...] = ()
-    """Its settings that differ from the reference's, each with both values; empty for the reference itself."""
+    otherwise: tuple[OtherSetting, ...] = ()
+    """Its settings that differ from the reference's, numbers first; empty for the reference itself."""
     splits_output: bool = False
     """Whether it is a linear layer that returns a part of its output on each rank, because its weight is split."""
 

@@ -5,7 +5,6 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -129,8 +128,6 @@ def _differ(calls: Sequence[TracedCall]) -> bool:
 JUMP = 10.0
 """How many times farther off, in multiples of noise, a place is than all that came before. Noise grows as a difference
 does, so a difference that starts earlier, below its noise, shows no jump."""
-NUMBERS = re.compile(r"\w+ is [-+.\de]+, in the reference [-+.\de]+")
-"""A setting that is a number: other settings may say how something is computed, and not what."""
 SETTINGS = 3
 """At most this many settings of a module are named."""
 NEAR_ONE = 0.01
@@ -201,9 +198,10 @@ def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] 
         return {}
     module = modules.pop()
     known = (trace.modules[module].otherwise for trace in traces if module in trace.modules)
-    if not (texts := next(filter(None, known), ())):
+    if not (settings := next(filter(None, known), ())):
         return {}
-    return {"cause": f"{module or 'the model'} is configured differently: {'; '.join(texts[:SETTINGS])}", **_CONFIGURE}
+    texts = "; ".join(map(str, settings[:SETTINGS]))
+    return {"cause": f"{module or 'the model'} is configured differently: {texts}", **_CONFIGURE}
 
 
 def explain_numbers(traces: Sequence[RankTrace] | None) -> Explanation:
@@ -214,8 +212,9 @@ def explain_numbers(traces: Sequence[RankTrace] | None) -> Explanation:
     if not traces or traces[0].step or find_place(traces) is not None:
         return {}
     modules = [(name, facts.otherwise) for trace in traces for name, facts in trace.modules.items()]
-    numbers = [(name, text) for name, texts in modules for text in texts if NUMBERS.fullmatch(text)]
-    if len({text for _, text in numbers}) != 1:
+    # Other settings may say how something is computed, and not what.
+    numbers = [(name, setting) for name, settings in modules for setting in settings if setting.number]
+    if len({setting for _, setting in numbers}) != 1:
         return {}
     names = list(dict.fromkeys(name for name, _ in numbers))
     are = "is" if len(names) == 1 else "are"

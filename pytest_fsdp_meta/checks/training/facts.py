@@ -201,6 +201,19 @@ class TrainedBuffers:
 
 
 @dataclass(frozen=True)
+class Followed:
+    """What an object beside the model keeps in a low precision, and how it followed the parameters in the training.
+
+    ``moved`` of its elements changed, and ``due`` of those of the parameters that they are named after.
+    """
+
+    owner: str
+    dtype: str
+    moved: int
+    due: int
+
+
+@dataclass(frozen=True)
 class RankTraining:
     """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
 
@@ -266,9 +279,7 @@ class RankTraining:
     """The tensors beside the model that have no counterpart in what the reference keeps."""
     beside_aliases: tuple[str, ...] = ()
     """The tensors of averages that are parameters which train, or views of them."""
-    followed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """What is kept beside the model in a low precision: "<object>: <dtype>" -> how many elements moved, and how many of
-    the parameters that they are named after."""
+    followed: tuple[Followed, ...] = ()
     drawing: tuple[str, ...] = ()
     """The modules that drew random numbers in the second step, although dropout was off."""
     dropouts: Mapping[str, float] = field(default_factory=dict)

@@ -62,9 +62,10 @@ class Element:
 class Comparison:
     """A rank's own shard compared element by element with the same slice of the reference.
 
-    If the two cannot be compared (their shapes differ), only ``problem`` and ``should_be`` are set. ``cast`` says that
-    the reference was cast to the shard's dtype first. ``index`` is the *global* index of the first element that
-    differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and ``max_rel`` the largest differences.
+    If the two cannot be compared, only ``problem`` and ``should_be`` are set, and ``shape``, the whole tensor's, if it
+    is not the reference's. ``cast`` says that the reference was cast to the shard's dtype first. ``index`` is the
+    *global* index of the first element that differs, ``expected`` and ``actual`` are its values, and ``max_abs`` and
+    ``max_rel`` the largest differences.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Comparison:
     problem: str | None = None
     should_be: str = ""
     """What was expected instead of ``problem``."""
+    shape: tuple[int, ...] | None = None
     measure: Measure | None = None
     """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
     rounded: str = ""

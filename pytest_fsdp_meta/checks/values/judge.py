@@ -413,8 +413,8 @@ def _difference(
     for (problem, should_be, zero), cases in by_problem.items():
         ranks = tuple(rank for rank, _ in cases)
         if problem is not None:
-            local = problem.startswith("local shape") and tensor.sharded_by
-            yield Finding(name, ranks, problem, should_be, **(_ADAPTED if local else _SHAPE))
+            adapted = cases[0][1].shape is None and tensor.sharded_by
+            yield Finding(name, ranks, problem, should_be, **(_ADAPTED if adapted else _SHAPE))
         else:
             other = swapped.get(name) or elsewhere.get(name, "")
             detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)

@@ -87,7 +87,7 @@ def compare(
     expected_shape = reference.shape(recorded)
     if part.shape != expected_shape:
         should_be = f"{expected_shape}, as in {reference.label}"
-        return Comparison(name, False, problem=f"shape {part.shape}", should_be=should_be)
+        return Comparison(name, False, problem=f"shape {part.shape}", should_be=should_be, shape=part.shape)
     implied = tuple(sum(stop - start for start, stop in runs) for runs in part.regions)
     if implied != tuple(actual.shape):
         source = f"{part.by} says" if part.by else "its placements imply"

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
-from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, RankTrace
+from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
@@ -124,14 +124,17 @@ def _compare_with(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFact
         return bare
     if reference.kind != own.kind:
         return replace(bare, reference=reference.kind)
-    # Numbers first: a flag or a name is more often without effect.
-    settings = sorted(own.settings.items(), key=lambda item: not item[1].lstrip("-")[:1].isdigit())
-    differing = (
-        f"{name} is {value}, in the reference {theirs}"
-        for name, value in settings
+    differing = [
+        OtherSetting(name, value, theirs, _is_number(value) and _is_number(theirs))
+        for name, value in own.settings.items()
         if (theirs := reference.settings.get(name, value)) != value and not (_by_rank(value) and _by_rank(theirs))
-    )
-    return replace(bare, otherwise=tuple(differing))
+    ]
+    # A flag or a name is more often without effect.
+    return replace(bare, otherwise=tuple(sorted(differing, key=lambda setting: not setting.number)))
+
+
+def _is_number(value: str) -> bool:
+    return value.lstrip("-")[:1].isdigit()
 
 
 def _by_rank(value: str) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.training.facts import RankTraining
+from pytest_fsdp_meta.checks.training.facts import Followed, RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
@@ -67,7 +67,7 @@ def beside_parity(view: View) -> Iterable[Finding]:
     yield from _rounded_away(runs)
     moved = {name for name, pairs in cases.items() if any(c.measure is None or c.measure.truth for _, c in pairs)}
     if not moved:
-        low = "".join(f"; {entry.replace(': ', ' is kept in ')}" for entry in _followed(runs))
+        low = "".join(f"; {owner} is kept in {dtype}" for owner, dtype in _followed(runs))
         raise NotJudged(
             f"nothing that is kept beside the model moves in these steps, neither here nor in the reference{low}"
         )
@@ -114,11 +114,13 @@ def _holders_of_its_parameter(view: View, entry: str) -> list[int]:
     return [rank.rank for rank in inventory if not longest or longest in rank.by_name]
 
 
-def _followed(runs: Sequence[RankTraining]) -> dict[str, tuple[int, int]]:
-    """Return ``RankTraining.followed`` of all ranks together."""
-    entries = dict.fromkeys(entry for run in runs for entry in run.followed)
-    counts = {entry: [run.followed[entry] for run in runs if entry in run.followed] for entry in entries}
-    return {entry: (sum(own[0] for own in found), sum(own[1] for own in found)) for entry, found in counts.items()}
+def _followed(runs: Sequence[RankTraining]) -> dict[tuple[str, str], list[tuple[int, Followed]]]:
+    """Return (owner, dtype) -> what each rank that keeps it has counted."""
+    found: dict[tuple[str, str], list[tuple[int, Followed]]] = {}
+    for rank, run in enumerate(runs):
+        for own in run.followed:
+            found.setdefault((own.owner, own.dtype), []).append((rank, own))
+    return found
 
 
 def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -126,13 +128,13 @@ def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:
 
     What does not move at all may be updated less often than after each step.
     """
-    for entry, (moved, due) in _followed(runs).items():
+    for (owner, dtype), counts in _followed(runs).items():
+        moved, due = sum(own.moved for _, own in counts), sum(own.due for _, own in counts)
         if 0 < moved < FOLLOWED * due:
-            name, dtype = entry.split(": ")
             actual = f"moves in {100 * moved / due:.2g}% of the elements in which the parameters move"
-            ranks = tuple(rank for rank, run in enumerate(runs) if entry in run.followed)
+            ranks = tuple(rank for rank, _ in counts)
             cause = f"it is kept in {dtype}, in which a small part of a small difference is rounded away"
-            yield Finding(name, ranks, actual, "moved in most of them", cause=cause, remedy=_KEEP_FLOAT)
+            yield Finding(owner, ranks, actual, "moved in most of them", cause=cause, remedy=_KEEP_FLOAT)
 
 
 STILL = "does not move"

@@ -289,10 +289,10 @@ def _describe_error(limits: Limits, cases: Cases) -> str:
 
 def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
     """Explain an update by other settings of the parameter's group than in the reference; return {} if they agree."""
-    theirs = _parse_settings(view.reference.settings.get(name, ""))
+    theirs = view.reference.settings.get(name, {})
     for rank in ranks:
         facts = runs[rank].optimizer
-        ours = _parse_settings(facts.settings.get(name, "")) if facts is not None else {}
+        ours = facts.settings.get(name, {}) if facts is not None else {}
         differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
         if differing:
             actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
@@ -339,10 +339,6 @@ def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[in
         "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
         "what an evaluation swaps",
     }
-
-
-def _parse_settings(text: str) -> dict[str, str]:
-    return dict(setting.split("=", 1) for setting in text.split("; ") if "=" in setting)
 
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.training.facts import Followed
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
@@ -260,20 +261,20 @@ def _counterpart(name: str, updated: Record) -> str:
 
 def count_followed(
     beside: Beside, kept: Mapping[str, Tensor], model: Module, before: Mapping[str, Tensor]
-) -> dict[str, tuple[int, int]]:
+) -> tuple[Followed, ...]:
     """Return ``RankTraining.followed``; ``kept`` and ``before`` are the copies that were made before the training."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     low = [(name, part.local) for name, part in beside.tensors() if name in kept and is_low(part.local.dtype)]
     parameters = copy_shards(model) if low else {}
     for name, local in low:
         owner = max((own for own in parameters if name.endswith(f".{own}")), key=len, default="")
         if owner and parameters[owner].shape == kept[name].shape:
-            entry = f"{name.partition('.')[0]}: {str(local.dtype).removeprefix('torch.')}"
+            entry = (name.partition(".")[0], str(local.dtype).removeprefix("torch."))
             pairs = ((local_part(local).cpu(), kept[name]), (parameters[owner], before[owner]))
             moved, due = (int(differing(comparable(new), comparable(old)).sum()) for new, old in pairs)
             counted = found.get(entry, (0, 0))
             found[entry] = counted[0] + moved, counted[1] + due
-    return found
+    return tuple(Followed(*entry, *counts) for entry, counts in found.items())
 
 
 def _compare_moved(
