@@ -216,7 +216,7 @@ def _tuple(placements: tuple[str, ...]) -> str:
     return f"({', '.join(placements)})" if len(placements) != 1 else placements[0]
 
 
-Place = tuple[tuple[str, int], ...]
+Coordinates = tuple[tuple[str, int], ...]
 """The index of a rank along each of some mesh dimensions."""
 
 
@@ -241,7 +241,7 @@ def _in_meshes(meshes: Iterable[MeshFacts]) -> dict[str, int]:
     return {dim: i for dims, coordinate in pairs for dim, i in zip(dims, coordinate, strict=True) if dim is not None}
 
 
-def sequence_places(evidence: Evidence) -> dict[int, Place]:
+def sequence_places(evidence: Evidence) -> dict[int, Coordinates]:
     """Return each rank's place along the dimensions that divide the sequence.
 
     Of the ranks that see the same rows, those with the same place see the same tokens.
@@ -252,7 +252,7 @@ def sequence_places(evidence: Evidence) -> dict[int, Place]:
     }
 
 
-def share_places(evidence: Evidence) -> dict[int, Place]:
+def share_places(evidence: Evidence) -> dict[int, Coordinates]:
     """Return each rank's place along the dimensions whose ranks have different shares of a summed loss.
 
     The ranks along other dimensions, such as tensor-parallel ones, compute the same share together. Meshes of experts

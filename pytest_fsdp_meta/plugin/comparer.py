@@ -18,7 +18,7 @@ from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.outcome import decide_outcome
 from pytest_fsdp_meta.reports.schema import Outcome, Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
-from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Line
+from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Styled
 
 MARKUP = {"worse": RED, "better": GREEN, "neutral": YELLOW}
 
@@ -89,7 +89,7 @@ class Comparer:
         self._outcome = decide_outcome(report, self.comparison, self._fail_on, not bad, others)
         return int(pytest.ExitCode.TESTS_FAILED if bad else pytest.ExitCode.OK)
 
-    def lines(self, exit_status: int | None) -> Iterator[Line]:
+    def lines(self, exit_status: int | None) -> Iterator[Styled]:
         """Yield the lines of the section in the terminal; the last says whether the run passes."""
         if self.problem:
             yield self.problem, RED

@@ -25,9 +25,9 @@ from pytest_fsdp_meta.text import clean_name, first_line
 from pytest_fsdp_meta.worlds import Rank, current
 from pytest_fsdp_meta.worlds.system.pickling import Pickler
 
-Place: TypeAlias = tuple[str, str]
+Address: TypeAlias = tuple[str, str]
 """The kind and the name of something that the ranks and the reference both have."""
-OPTIMIZER: Place = ("optimizer", "")
+OPTIMIZER: Address = ("optimizer", "")
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def unpack_function(packed: PackedFunction, model: Module, optimizer: Optimizer 
     return _Unpickler(io.BytesIO(packed.code), _shared(model, optimizer)).load()
 
 
-def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
+def _shared(model: Module, optimizer: Optimizer | None) -> dict[Address, object]:
     """Return what the ranks and the reference both have: the modules and tensors of the model, and the optimizer."""
     modules = unwrapped(model).named_modules(remove_duplicate=False)
-    shared: dict[Place, object] = {("module", clean_name(name)): module for name, module in modules}
+    shared: dict[Address, object] = {("module", clean_name(name)): module for name, module in modules}
     shared |= {("tensor", name): tensor for name, _, tensor in named_tensors(model)}
     if optimizer is None:
         return shared
@@ -75,18 +75,18 @@ def _shared(model: Module, optimizer: Optimizer | None) -> dict[Place, object]:
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
+    def __init__(self, file: io.BytesIO, places: Mapping[int, Address]) -> None:
         super().__init__(file)
         self._places = places
 
-    def persistent_id(self, obj: object) -> Place | None:
+    def persistent_id(self, obj: object) -> Address | None:
         if isinstance(obj, (DeviceMesh, dist.ProcessGroup, DTensor)) and id(obj) not in self._places:
             raise pickle.PicklingError(f"it holds a {type(obj).__name__}, which the reference does not have")
         return self._places.get(id(obj))
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: Mapping[Place, object]) -> None:
+    def __init__(self, file: io.BytesIO, shared: Mapping[Address, object]) -> None:
         super().__init__(file)
         self._shared = shared
 

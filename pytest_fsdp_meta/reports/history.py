@@ -43,9 +43,9 @@ NAMES = {letter: status for status, letter in LETTERS.items()} | {ABSENT: "not i
 SHORT_COMMIT = 9
 """Digits of a commit that a line shows."""
 UNKNOWN_TIME = datetime.min.replace(tzinfo=timezone.utc)
-Place = tuple[str, str]
+CheckKey = tuple[str, str]
 """A loader's name and a check."""
-Results = dict[Place, tuple[str, CheckRecord | None]]
+Results = dict[CheckKey, tuple[str, CheckRecord | None]]
 """The letter of each check in a run, and its record if the report of the run is known."""
 Failure = tuple[str, str | None, str]
 """What is the same from run to run: "finding", its tensor and its cause, or "reason", the status and the reason of a
@@ -132,8 +132,8 @@ class History:
 
     def __init__(self, past: Iterable[Report], repeated: frozenset[str]) -> None:
         self._repeated = repeated
-        self._courses: dict[Place, Course] = {}
-        self._letters: list[tuple[EarlierRun, dict[Place, str]]] = []
+        self._courses: dict[CheckKey, Course] = {}
+        self._letters: list[tuple[EarlierRun, dict[CheckKey, str]]] = []
         for run, results in _runs(past, repeated):
             self._letters.append((run, {place: letter for place, (letter, _) in results.items()}))
             for place, result in results.items():
@@ -149,7 +149,7 @@ class History:
             loaders.append(replace(loader, checks=tuple(checks)))
         return replace(now, loaders=tuple(loaders), earlier=tuple(run for run, _ in self._letters))
 
-    def _with_history(self, check: CheckRecord, place: Place, this: EarlierRun) -> CheckRecord:
+    def _with_history(self, check: CheckRecord, place: CheckKey, this: EarlierRun) -> CheckRecord:
         results, letter = "".join(letters.get(place, ABSENT) for _, letters in self._letters), letter_of(check)
         history = CheckHistory(results, flaky=is_flaky(results + letter))
         if check.status not in FAILED:

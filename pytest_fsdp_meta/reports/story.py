@@ -37,7 +37,7 @@ MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
-class Place:
+class Occurrence:
     """Checks of one loader that failed for one cause: all that a crash or an error left without a result, else one."""
 
     loader: LoaderRecord
@@ -65,7 +65,7 @@ class Story:
     cause: str
     """The likely cause of findings; the reason of a crash, an error or an expectation."""
     remedy: str
-    places: tuple[Place, ...]
+    places: tuple[Occurrence, ...]
     since: str = ""
     """Since when it is broken, as far as earlier runs show; empty without any."""
     is_new: bool = False
@@ -181,9 +181,9 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
 
 def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
     """Return what broke, one story per cause: crashes first, then findings, errors and the others."""
-    groups: dict[tuple[str, str, str, str], list[tuple[str, Place]]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Occurrence]]] = {}
 
-    def add(kind: str, cause: str, remedy: str, place: Place) -> None:
+    def add(kind: str, cause: str, remedy: str, place: Occurrence) -> None:
         # Without a cause, only failures of one check are surely the same problem.
         check = place.check.check if place.check is not None and not cause and not remedy else ""
         # Reasons that differ only in numbers, such as a port or the time that a rank waited, have one cause.
@@ -191,20 +191,25 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
         groups.setdefault(key, []).append((cause, place))
 
     for loader in filter(is_crashed, loaders):
-        add(CRASH, loader.error, "", Place(loader, tuple(check for check in loader.checks if check.status == "error")))
+        add(
+            CRASH,
+            loader.error,
+            "",
+            Occurrence(loader, tuple(check for check in loader.checks if check.status == "error")),
+        )
     for loader in loaders:
         for check in loader.checks:
             for (cause, remedy), found in by_cause(check.findings if check.status in FAILED else ()).items():
-                add(FINDING, cause, remedy, Place(loader, (check,), tuple(found)))
+                add(FINDING, cause, remedy, Occurrence(loader, (check,), tuple(found)))
     for loader in loaders:
         if not is_crashed(loader):
             for reason, checks in _errors_by_reason(loader).items():
-                add(ERROR, reason, "", Place(loader, tuple(checks)))
+                add(ERROR, reason, "", Occurrence(loader, tuple(checks)))
     for loader in loaders:
         for check in loader.checks:
             if check.status == "xpassed" or (check.status == "failed" and not check.findings):
                 kind = UNEXPECTED_PASS if check.status == "xpassed" else STRICT
-                add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Place(loader, (check,)))
+                add(kind, check.reason, REMOVE if kind == UNEXPECTED_PASS else "", Occurrence(loader, (check,)))
     return [
         Story(number, kind, places[0][0], remedy, tuple(place for _, place in places))
         for number, ((kind, _, remedy, _), places) in enumerate(groups.items(), 1)
@@ -232,7 +237,7 @@ def with_starts(stories: Sequence[Story], report: Report) -> list[Story]:
     return [replace(story, since=since, is_new=new) for story, (since, new) in zip(stories, starts, strict=True)]
 
 
-def _describe_start(places: Sequence[Place], report: Report) -> tuple[str, bool]:
+def _describe_start(places: Sequence[Occurrence], report: Report) -> tuple[str, bool]:
     """Return since when a cause is known, and whether some of it is new; ("", False) without earlier runs."""
     starts = [
         # Only the findings with this cause.

@@ -77,7 +77,7 @@ MOST_CHECKS = 2
 """Checks named for each of them."""
 NO_ITEM = ("left out", "not selected")
 """Kinds of checks without an item, unless there is a reason for them; pytest does not count them as skipped."""
-Line = tuple[str, dict[str, bool]]
+Styled = tuple[str, dict[str, bool]]
 """A text with pytest's markup for it."""
 GREEN, RED, YELLOW = {"green": True}, {"red": True}, {"yellow": True}
 
@@ -93,7 +93,7 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
     return not others_passed or bool(counts.keys() - {"by the test", "left out", "not selected"})
 
 
-def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_shown: bool = False) -> Iterator[Line]:
+def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_shown: bool = False) -> Iterator[Styled]:
     """Yield the lines of the section.
 
     If pytest's section of failures ``is_shown``, the cause of a single failed check is not repeated.
@@ -112,7 +112,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_show
     yield _describe_accounted(loaders)
 
 
-def _describe_loader(loader: LoaderRecord) -> Line:
+def _describe_loader(loader: LoaderRecord) -> Styled:
     counts = count_kinds([loader])
     no_items = Counter(check.skip for check in loader.checks if check.skip in NO_ITEM and not check.reason)
     world = f", {loader.world}" if loader.world.size else ""
@@ -142,7 +142,7 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
     return f" ({', '.join(longest)})" if longest else ""
 
 
-def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterator[Line]:
+def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterator[Styled]:
     stories = stories_of(loaders)
     if is_shown and (alone := _only_failure(stories)):
         (line,) = alone.describe_places(with_detail=False)
@@ -168,7 +168,7 @@ def _only_failure(stories: Sequence[Story]) -> Story | None:
     return replace(stories[0], places=(replace(places[0], findings=findings),))
 
 
-def _describe_story(label: str, story: Story) -> Iterator[Line]:
+def _describe_story(label: str, story: Story) -> Iterator[Styled]:
     yield "", {}
     yield paragraph(label, story.headline), {"bold": True}
     for origin in story.starts:
@@ -212,7 +212,7 @@ def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
             yield text.format(first_of(blind))
 
 
-def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Line]:
+def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Styled]:
     """Yield the fields worth declaring next in the loader that lacks most, with what they check, if the run passed."""
     if how_many(count_kinds(loaders), BAD):
         return
@@ -236,7 +236,7 @@ def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
     return {name: sorted(ids, key=lambda id: ranks.get(id, len(ranks))) for name, ids in fields.items()}
 
 
-def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Line:
+def _describe_accounted(loaders: Sequence[LoaderRecord]) -> Styled:
     """Return how many checks have a result or a reason, and what became of the others."""
     counts = count_kinds(loaders)
     total = counts.total()

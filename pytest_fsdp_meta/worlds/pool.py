@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 
 from pytest_fsdp_meta.text import name_ranks
 from pytest_fsdp_meta.worlds.failures import WorldError
-from pytest_fsdp_meta.worlds.rank.reset import Counts, Group
+from pytest_fsdp_meta.worlds.rank.reset import Counts, GroupKey
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.world import World
 
@@ -88,9 +88,9 @@ def _end_test(pooled: _PooledWorld) -> str:
     return problem
 
 
-def _find_uneven(counts: Sequence[Counts]) -> dict[Group, dict[int, list[int]]]:
+def _find_uneven(counts: Sequence[Counts]) -> dict[GroupKey, dict[int, list[int]]]:
     """Return the groups whose ranks have different counts, each with the ranks by count. ``counts`` are by rank."""
-    ranks_by_count: dict[Group, dict[int, list[int]]] = {}
+    ranks_by_count: dict[GroupKey, dict[int, list[int]]] = {}
     for rank, by_group in enumerate(counts):
         for group, number in by_group.items():
             ranks_by_count.setdefault(group, {}).setdefault(number, []).append(rank)

@@ -85,7 +85,7 @@ class WorldSpec:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The position of a rank, numbered as torchrun does: nodes in the order of their ranks, then ranks of a node."""
 
     rank: int
@@ -101,12 +101,12 @@ class Place:
     """The network interface that has this address; empty if unknown."""
 
 
-def place_of(rank: int, spec: WorldSpec) -> Place:
+def place_of(rank: int, spec: WorldSpec) -> Location:
     """Return the position of a rank of this machine; simulated ranks are spread over nodes of ``NODE``."""
     if not spec.simulated:
-        return Place(rank, local_rank=rank, local_size=spec.size)
+        return Location(rank, local_rank=rank, local_size=spec.size)
     nodes = -(-spec.size // NODE)
-    return Place(rank, rank % NODE, min(NODE, spec.size), group_rank=rank // NODE, group_size=nodes)
+    return Location(rank, rank % NODE, min(NODE, spec.size), group_rank=rank // NODE, group_size=nodes)
 
 
 def choose(

@@ -26,7 +26,7 @@ from pytest_fsdp_meta.worlds.ray.cluster import Seat
 from pytest_fsdp_meta.worlds.ray.engine import choose_seats, places_of
 from pytest_fsdp_meta.worlds.ray.host import Host, LaunchRequest, localize
 from pytest_fsdp_meta.worlds.ray.member import RemoteMember
-from pytest_fsdp_meta.worlds.spec import Place
+from pytest_fsdp_meta.worlds.spec import Location
 from tests.world_help import SOON, assert_gone, environment, is_running, me, preload, total
 from tests.worlds.test_faults import on_rank
 
@@ -58,7 +58,7 @@ class OneHost:
             member = RemoteMember(rank, lambda: "was lost with its host", connect, connect())
             environ = os.environ | {"ORIGIN": "parent", "TMPDIR": "/of/the/parent"}
             task = Assignment(
-                Place(rank, rank, spec.size), spec, preload().sources, "", (), environ, self.cwd or os.getcwd()
+                Location(rank, rank, spec.size), spec, preload().sources, "", (), environ, self.cwd or os.getcwd()
             )
             member.start(LaunchRequest(task, self.shared, (*leftovers, *self.shared)))
             failure = member.await_start(60)
@@ -203,7 +203,7 @@ def test_localize_merges_the_environments_of_parent_and_node(tmp_path: Path, mon
     monkeypatch.setenv("HOME", "/home/of/the/node")
     monkeypatch.setenv("ONLY_ON_THE_NODE", "1")
     environ = {"HOME": "/home/of/the/parent", "PATH": "/parent", "ORIGIN": "parent", "GLOO_SOCKET_IFNAME": "parent0"}
-    task = Assignment(Place(0, 0, 1), WorldSpec({"dp": 1}), Sources(), "", (), environ, str(tmp_path))
+    task = Assignment(Location(0, 0, 1), WorldSpec({"dp": 1}), Sources(), "", (), environ, str(tmp_path))
     localized = localize(LaunchRequest(task), tmp_path, LOCALHOST)
     assert localized.environ["HOME"] == "/home/of/the/node"
     assert localized.environ["PATH"] == os.environ["PATH"]
@@ -246,11 +246,11 @@ def test_seats_are_chosen_evenly_and_grouped_by_node() -> None:
     assert [one.port for one in choose_seats(seats, 3)] == [1, 3, 2]
     assert [one.port for one in choose_seats(seats, 5)] == [1, 3, 4, 2, 5]
     assert places_of(choose_seats(seats, 3)) == [
-        Place(0, 0, 2, 0, 2, "10.0.0.1", "eth1"),
-        Place(1, 1, 2, 0, 2, "10.0.0.1", "eth1"),
-        Place(2, 0, 1, 1, 2, "10.0.0.2", "eth2"),
+        Location(0, 0, 2, 0, 2, "10.0.0.1", "eth1"),
+        Location(1, 1, 2, 0, 2, "10.0.0.1", "eth1"),
+        Location(2, 0, 1, 1, 2, "10.0.0.2", "eth2"),
     ]
-    assert places_of([seats[0], seats[2]]) == [Place(0, 0, 2), Place(1, 1, 2)], "on one node as in a local world"
+    assert places_of([seats[0], seats[2]]) == [Location(0, 0, 2), Location(1, 1, 2)], "on one node as in a local world"
     assert replace(places_of([seats[0]])[0]).interface == "lo"
 
 

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.worlds import Engine, ForkServerEngine, World, WorldError,
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.rank.process_groups import OPERATORS, SCHEMES, through_host
-from pytest_fsdp_meta.worlds.spec import Place
+from pytest_fsdp_meta.worlds.spec import Location
 from tests.conftest import Project
 from tests.ray.ray_help import cluster_of, engine_of
 from tests.world_help import listening, preload, total
@@ -51,7 +51,7 @@ class TwoNodes(ForkServerEngine):
 
     def launch_rank(self, task: Assignment) -> LocalMember:
         rank = task.place.rank
-        place = Place(rank, 0, 1, group_rank=rank, group_size=task.spec.size, address=self._address)
+        place = Location(rank, 0, 1, group_rank=rank, group_size=task.spec.size, address=self._address)
         return preload().launch_rank(replace(task, place=place))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.reports.page.checks import CheckView, Line, as_line
+from pytest_fsdp_meta.reports.page.checks import CheckView, FindingLine, as_line
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
@@ -28,7 +28,7 @@ class Value:
     """
 
     check: str
-    line: Line
+    line: FindingLine
     names: tuple[str, ...]
     note: str
     where: str

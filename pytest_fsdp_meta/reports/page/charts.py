@@ -48,7 +48,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """The points of a line; None is a gap. ``style`` are its classes, ``rank`` whose it is if it is one rank's."""
 
     label: str
@@ -72,9 +72,9 @@ class Plot:
 
     x: Axis
     y: Axis
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     lost: tuple[float, ...] = ()
-    band: Line | None = None
+    band: Curve | None = None
     """The area below this line is filled: values in it are allowed."""
     off: frozenset[float] = field(default_factory=frozenset)
     """The values of x whose dots are outside of what is allowed."""
@@ -93,7 +93,7 @@ class Plot:
         write = "{:.0e}".format if self.y.is_log else self.y.write
         return [(percent(1 - self.y.place(tick)), write(tick)) for tick in self.y.ticks]
 
-    def path(self, line: Line) -> str:
+    def path(self, line: Curve) -> str:
         """Return the path of a line."""
         parts, drawn = [], False
         for x, y in line.points:
@@ -113,7 +113,7 @@ class Plot:
         edge = "".join(f"L{across} {down}" for across, down in known)
         return f"M0 {SIDE}V{known[0][1]}{edge}H{SIDE}V{SIDE}z"
 
-    def dots(self, line: Line) -> list[tuple[str, str, bool]]:
+    def dots(self, line: Curve) -> list[tuple[str, str, bool]]:
         """Return the places of a line's dots in percent, and whether they are off."""
         return [
             (percent(self.x.place(x)), percent(1 - self.y.place(y)), x in self.off)
@@ -242,9 +242,9 @@ def loss_chart(losses: Curves) -> LossChart:
 
 
 def _plot_differences(rows: Sequence[LossRow]) -> Plot:
-    difference = Line("difference", "main", [(row.step, _drawn(row.difference)) for row in rows], has_dots=True)
+    difference = Curve("difference", "main", [(row.step, _drawn(row.difference)) for row in rows], has_dots=True)
     limits = ((row.step, row.allowed) for row in rows)
-    allowed = Line("allowed", "allowed", [(step, y if y is not None and 0 < y < inf else None) for step, y in limits])
+    allowed = Curve("allowed", "allowed", [(step, y if y is not None and 0 < y < inf else None) for step, y in limits])
     known = [value for _, value in (*difference.points, *allowed.points) if value is not None]
     low, high = min([1e-7, *known]) / 2, max([1e-4, *known]) * 3
     has_band = any(value is not None for _, value in allowed.points)
@@ -260,8 +260,8 @@ def _plot_differences(rows: Sequence[LossRow]) -> Plot:
 
 def _plot_losses(losses: Curves, rows: Sequence[LossRow]) -> Plot:
     curves = losses.ranks if len(losses.ranks) > 1 else ()
-    slices = [Line(f"slice {slice_}", "slice", _finite(curve)) for slice_, curve in enumerate(curves)]
-    lines = (*slices, Line("mean of ranks", "main", _finite(losses.mean), has_dots=True))
+    slices = [Curve(f"slice {slice_}", "slice", _finite(curve)) for slice_, curve in enumerate(curves)]
+    lines = (*slices, Curve("mean of ranks", "main", _finite(losses.mean), has_dots=True))
     values = [value for line in lines for _, value in line.points if value is not None]
     return Plot(step_axis(len(rows)), linear_axis("loss", values, describe_loss), lines, _lost(rows))
 
@@ -271,13 +271,13 @@ def plot_memory(summary: Summary) -> Plot | None:
     if not any(one.timeline for one in summary.memory):
         return None
     ranks = [
-        Line(
+        Curve(
             f"rank {rank}", f"hue-{rank % HUES}{' again' if rank >= HUES else ''}", ((0, 0), *one.timeline), rank, True
         )
         for rank, one in enumerate(summary.memory)
     ]
     levels = (("whole model", "model", summary.model_bytes), ("a rank may hold", "budget", summary.load_budget))
-    lines = (*ranks, *(Line(label, style, ((0, level),), is_stepped=True) for label, style, level in levels if level))
+    lines = (*ranks, *(Curve(label, style, ((0, level),), is_stepped=True) for label, style, level in levels if level))
     return Plot(
         time_axis("seconds since loading began", max(line.points[-1][0] for line in ranks)),
         bytes_axis("live bytes on the host", max(value or 0 for line in lines for _, value in line.points)),

@@ -35,7 +35,7 @@ HEIGHTS = {"bad": HEIGHT, "good": 6, "other": 3}
 
 
 @dataclass(frozen=True)
-class Line:
+class FindingLine:
     """Tensors with the same mismatch on the same ranks. ``names`` is empty for the whole model."""
 
     names: tuple[str, ...]
@@ -50,10 +50,10 @@ class Line:
         return tuple(fold_names(self.names))
 
 
-def as_line(findings: Sequence[FindingRecord]) -> Line:
+def as_line(findings: Sequence[FindingRecord]) -> FindingLine:
     """Return findings that differ only in tensor and detail as one line."""
     first = findings[0]
-    return Line(
+    return FindingLine(
         names=tuple(dict.fromkeys(one.tensor for one in findings if one.tensor is not None)),
         ranks=first.ranks,
         actual=first.actual,
@@ -176,7 +176,7 @@ class CheckView:
         return self.record.status in FAILED or bool(self.record.findings)
 
     @cached_property
-    def causes(self) -> list[tuple[str, str, list[Line]]]:
+    def causes(self) -> list[tuple[str, str, list[FindingLine]]]:
         """Each cause with its remedy and the findings that it explains, in the order of the judge."""
         groups = by_cause(self.record.findings).items()
         return [(*explained, [as_line(one) for one in group_similar(group)]) for explained, group in groups]

@@ -24,7 +24,7 @@ from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure
 from pytest_fsdp_meta.worlds.rank import coverage, debugging, preload, tracebacks, warnings
 from pytest_fsdp_meta.worlds.rank.channel import Channel
 from pytest_fsdp_meta.worlds.rank.rendezvous import Rank, join
-from pytest_fsdp_meta.worlds.spec import Place, Sources, WorldSpec
+from pytest_fsdp_meta.worlds.spec import Location, Sources, WorldSpec
 from pytest_fsdp_meta.worlds.system import output, processes
 from pytest_fsdp_meta.worlds.system.multiprocessing_private import leave_server_alone
 
@@ -79,7 +79,7 @@ def current() -> Rank:
 class Assignment:
     """All that a new rank needs to know."""
 
-    place: Place
+    place: Location
     spec: WorldSpec
     sources: Sources
     folder: str

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.rank import process_groups, shapes
 from pytest_fsdp_meta.worlds.rank.channel import Channel
-from pytest_fsdp_meta.worlds.spec import Place, WorldSpec
+from pytest_fsdp_meta.worlds.spec import Location, WorldSpec
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class Rank:
         dist.barrier()
 
 
-def join(channel: Channel, spec: WorldSpec, place: Place, folder: Path) -> Rank:
+def join(channel: Channel, spec: WorldSpec, place: Location, folder: Path) -> Rank:
     """Meet the other ranks. Make the process group and the mesh as well, unless the loader does.
 
     ``folder``: of this rank on its node; rank 0's holds the file in which the ranks of one node meet.
@@ -177,7 +177,7 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def _file_to_meet_in(spec: WorldSpec, place: Place, folder: Path) -> str:
+def _file_to_meet_in(spec: WorldSpec, place: Location, folder: Path) -> str:
     """Return the path of a FileStore for the process group, or "" to meet in the TCPStore that rank 0 serves.
 
     A TCPStore asks the DNS for the name of the address at each end of each connection, and waits for 5 s if the answer
@@ -227,7 +227,7 @@ def _limit_threads() -> None:
     torch.set_num_threads(int(threads))
 
 
-def _select_device(spec: WorldSpec, place: Place) -> torch.device:
+def _select_device(spec: WorldSpec, place: Location) -> torch.device:
     import torch
 
     index = spec.devices[place.rank] if spec.devices else place.local_rank
@@ -244,7 +244,7 @@ def _select_device(spec: WorldSpec, place: Place) -> torch.device:
     return device
 
 
-def _select_gloo_interface(place: Place) -> None:
+def _select_gloo_interface(place: Location) -> None:
     """Name the network interface for gloo, which otherwise looks the host name up: that can fail or hang.
 
     On several nodes the cluster's own setting stays. On one node it does not: it is meant for the cluster's network,
@@ -254,7 +254,7 @@ def _select_gloo_interface(place: Place) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = place.interface
 
 
-def torchrun_environment(place: Place, size: int, address: str, port: int) -> dict[str, str]:
+def torchrun_environment(place: Location, size: int, address: str, port: int) -> dict[str, str]:
     """Return what torchrun sets. TORCHELASTIC_USE_AGENT_STORE: a store is served at the port already."""
     return {
         "RANK": str(place.rank),

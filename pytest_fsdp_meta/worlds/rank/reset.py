@@ -13,9 +13,9 @@ from pytest_fsdp_meta.worlds.rank.rendezvous import seed
 
 COUNTER = "_get_sequence_number_for_group"
 """The private method of a process group that returns how many collectives it has started; no public one does."""
-Group: TypeAlias = tuple[str, tuple[int, ...]]
+GroupKey: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a process group and its ranks: on a machine with GPUs, a mesh has a second group of all ranks."""
-Counts: TypeAlias = Mapping[Group, int]
+Counts: TypeAlias = Mapping[GroupKey, int]
 """A count for each process group."""
 
 
@@ -84,7 +84,7 @@ def end_test() -> Counts | None:
     return {key: int(getattr(group, COUNTER)()) for key, group in _START.groups.items()}
 
 
-def _process_groups() -> dict[Group, Any]:
+def _process_groups() -> dict[GroupKey, Any]:
     """Return the default group and those of the mesh, or none if the test has destroyed one."""
     import torch.distributed as dist
 

@@ -50,7 +50,7 @@ class Seat:
 
 
 @dataclass
-class Group:
+class Reservation:
     """Seats that were requested together."""
 
     gpu: float
@@ -113,7 +113,7 @@ class Cluster:
         """Return how much of a resource ("CPU", "GPU") the nodes that respond have."""
         return float(sum(node["Resources"].get(resource, 0.0) for node in _nodes().values()))
 
-    def reserve(self, request: SeatRequest) -> Group:
+    def reserve(self, request: SeatRequest) -> Reservation:
         """Wait for seats. Raises WorldError if the cluster is too small, or has no room before the deadline."""
         import ray
         from ray.util import placement_group
@@ -122,7 +122,7 @@ class Cluster:
             self._refuse_too_large(request)
             bundle = {"CPU": self.cpu} | ({"GPU": request.gpu} if request.gpu else {})
             name = NAME_PREFIX + secrets.token_hex(4)
-            group = Group(request.gpu, placement_group([bundle] * request.seats, strategy="SPREAD", name=name))
+            group = Reservation(request.gpu, placement_group([bundle] * request.seats, strategy="SPREAD", name=name))
             try:
                 self._await_placement(group, request)
                 self._start_actors(group, request)
@@ -152,7 +152,7 @@ class Cluster:
         free = ray.available_resources()
         return all(free.get(name, 0.0) >= seats * each for name, each in (("CPU", self.cpu), ("GPU", gpu)))
 
-    def release(self, group: Group) -> None:
+    def release(self, group: Reservation) -> None:
         """End the actors of a group, and their ranks, and return its resources to the cluster."""
         import ray
         from ray.util import remove_placement_group
@@ -191,7 +191,7 @@ class Cluster:
                 needed = counted(round(request.size * each), resource)
                 raise _refusal(f"a world of {request.size} needs {needed}, but the Ray cluster has {total:g}")
 
-    def _await_placement(self, group: Group, request: SeatRequest) -> None:
+    def _await_placement(self, group: Reservation, request: SeatRequest) -> None:
         began = time.monotonic()
         while not group.placement.wait(PAUSE):
             self._refuse_too_large(request)
@@ -205,7 +205,7 @@ class Cluster:
                     f"{counted(request.seats, 'rank')} in the Ray cluster (free {resource}s: {free:g})"
                 )
 
-    def _start_actors(self, group: Group, request: SeatRequest) -> None:
+    def _start_actors(self, group: Reservation, request: SeatRequest) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

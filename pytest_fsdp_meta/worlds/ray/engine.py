@@ -20,10 +20,10 @@ from pytest_fsdp_meta.worlds.failures import WorldError
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.ray import cluster, wire
-from pytest_fsdp_meta.worlds.ray.cluster import Cluster, Group, Seat, SeatRequest
+from pytest_fsdp_meta.worlds.ray.cluster import Cluster, Reservation, Seat, SeatRequest
 from pytest_fsdp_meta.worlds.ray.host import LaunchRequest
 from pytest_fsdp_meta.worlds.ray.member import RemoteMember
-from pytest_fsdp_meta.worlds.spec import VISIBLE, Place, Sources, WorldSpec
+from pytest_fsdp_meta.worlds.spec import VISIBLE, Location, Sources, WorldSpec
 
 HOLD = 30.0
 """Seconds that a session keeps its seats although another session waits; reserving new ones takes as long."""
@@ -48,7 +48,7 @@ class RayEngine:
     """Seconds that imports may take on a node; separate from the timeout of a world, which may be short."""
     worlds: int | None = None
     _cluster: Cluster | None = field(default=None, repr=False)
-    _groups: list[Group] = field(default_factory=list, repr=False)
+    _groups: list[Reservation] = field(default_factory=list, repr=False)
     _members: list[RemoteMember] = field(default_factory=list, repr=False)
     """All launched members that may still run."""
     _reserved_at: float = 0.0
@@ -196,13 +196,13 @@ def choose_seats(seats: Sequence[Seat], size: int) -> list[Seat]:
     return [seat for node, on_node in nodes.items() for seat in on_node[: chosen[node]]]
 
 
-def places_of(seats: Sequence[Seat]) -> list[Place]:
+def places_of(seats: Sequence[Seat]) -> list[Location]:
     """Return torchrun's numbers (rank, local rank, group rank, sizes) for seats that are grouped by node."""
     nodes = [list(on_node) for _, on_node in groupby(seats, key=lambda seat: seat.node)]
-    places: list[Place] = []
+    places: list[Location] = []
     for number, on_node in enumerate(nodes):
         for local_rank, seat in enumerate(on_node):
-            place = Place(len(places), local_rank, len(on_node), number, len(nodes))
+            place = Location(len(places), local_rank, len(on_node), number, len(nodes))
             # On a single node, ranks use the loopback address as local worlds do, whatever the node's network is.
             places.append(place if len(nodes) == 1 else replace(place, address=seat.address, interface=seat.interface))
     return places
