@@ -12,10 +12,16 @@ import pytest
 
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
-from pytest_fsdp_meta.reports.compare import Comparison, compare, describe_comparison, describe_verdict, mark_of
+from pytest_fsdp_meta.reports.compare import (
+    Comparison,
+    compare,
+    decide_outcome,
+    describe_comparison,
+    describe_verdict,
+    mark_of,
+)
 from pytest_fsdp_meta.reports.history import Timeline, describe_history, read_timeline
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.outcome import decide_outcome
 from pytest_fsdp_meta.reports.schema import Outcome, Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Styled

@@ -1,4 +1,4 @@
-"""The differences between the reports of two runs, and their description."""
+"""The differences between the reports of two runs, their description, and whether the later run passes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pytest_fsdp_meta.reports.schema import (
     CheckRecord,
     FindingRecord,
     LoaderRecord,
+    Outcome,
     Report,
     count_kinds,
     is_bad,
 )
-from pytest_fsdp_meta.reports.story import explain_pass
+from pytest_fsdp_meta.reports.story import describe_counts_of, describe_failures, explain_pass
 from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
 
@@ -321,3 +322,28 @@ def _describe_reason(change: Change) -> str:
         return f" {explain_pass(printable(now.reason))}"
     reason = describe_finding(now.findings[0]) if now.findings else now.reason
     return f" ({printable(reason)})" if reason else ""
+
+
+def decide_outcome(report: Report, comparison: Comparison | None, fail_on: str, passes: bool, others: str) -> Outcome:
+    """Return whether the run passes by ``--fsdp-fail-on``, and why. Without a comparison, every failure fails it.
+
+    ``others`` says what failed that is not in the report, or was not run after a failure; "" if nothing.
+    """
+    reasons = _why_it_passes(comparison) if passes else (*_why_it_fails(report, comparison, fail_on), others)
+    return Outcome(passes, ", ".join(filter(None, reasons)) or describe_counts_of(report), fail_on)
+
+
+def _why_it_passes(comparison: Comparison | None) -> Iterator[str]:
+    if comparison is not None:
+        known = comparison.count("known", "changed")
+        yield counted(known, "known failure") if known else ""
+        yield comparison.describe_numbers(["allowed"])
+
+
+def _why_it_fails(report: Report, comparison: Comparison | None, fail_on: str) -> Iterator[str]:
+    if comparison is None or fail_on == "any":
+        yield describe_failures(report.loaders)
+    if comparison is not None:
+        yield comparison.failing(fail_on)
+        not_run = count_kinds(report.loaders)["not run"]
+        yield f"{not_run} not run" if not_run and fail_on == "regression" else ""

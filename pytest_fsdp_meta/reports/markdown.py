@@ -10,9 +10,19 @@ from collections.abc import Iterable, Iterator
 
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, describe_verdict, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
-from pytest_fsdp_meta.reports.outcome import describe_counts_of, describe_result, state_of
 from pytest_fsdp_meta.reports.schema import SKIPS, UNSETTLED, LoaderRecord, Report, count_kinds, how_many, is_bad
-from pytest_fsdp_meta.reports.story import CRASH, KINDS, Story, describe_reasons, is_crashed, stories_of, with_starts
+from pytest_fsdp_meta.reports.story import (
+    CRASH,
+    KINDS,
+    Story,
+    describe_counts_of,
+    describe_reasons,
+    describe_result,
+    is_crashed,
+    state_of,
+    stories_of,
+    with_starts,
+)
 from pytest_fsdp_meta.reports.terminal import MOST_LINES, shorten_list
 from pytest_fsdp_meta.text import printable
 
@@ -42,7 +52,7 @@ MOST_ROWS = 200
 
 def summarise_run(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the whole page. ``problem`` says why there is no comparison although one was requested."""
-    parts = (
+    paragraphs = (
         *_head(report),
         *_failures(report),
         *_unsettled(report),
@@ -50,7 +60,7 @@ def summarise_run(report: Report, comparison: Comparison | None = None, problem:
         *_lists(describe_history(report)),
         *_table(report),
     )
-    return "\n".join(parts) + "\n"
+    return "".join(f"{paragraph}\n\n" for paragraph in paragraphs)
 
 
 def escaped(text: str) -> str:
@@ -60,43 +70,44 @@ def escaped(text: str) -> str:
     )
 
 
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"* {escaped(line)}" for line in lines)
+
+
 def _head(report: Report) -> Iterator[str]:
     outcome = report.outcome
     result = f" {outcome}" if outcome is not None else f": {describe_result(report)}"
     yield f"### {HEADS[state_of(report)]} fsdp conformance{result}"
-    yield ""
     if outcome is not None:
         yield f"{describe_counts_of(report)}, with --fsdp-fail-on={outcome.fail_on}"
-        yield ""
     if report.stopped_by:
         yield f"Nothing ran: {escaped(report.stopped_by)}"
-        yield ""
     if not report.complete:
         yield "The run was cut off; this is what had been checked by then."
-        yield ""
 
 
 def _table(report: Report) -> Iterator[str]:
     if not report.loaders:
         return
-    yield f"| loader | world | {' | '.join(COLUMNS)} | skipped | others | s |"
-    yield f"|---|---|{'--:|' * (len(COLUMNS) + 3)}"
-    for loader in sorted(report.loaders, key=lambda loader: not is_bad([loader]))[:MOST_ROWS]:
-        counts = count_kinds([loader])
-        numbers = [*(counts[status] for status in COLUMNS), how_many(counts, ("skipped", *SKIPS))]
-        shown: list[object] = [*numbers, counts.total() - sum(numbers)]
-        if is_crashed(loader):
-            shown[COLUMNS.index("error")] = "crashed"
-        cells = " | ".join(map(str, shown))
-        seconds = sum(check.seconds for check in loader.checks)
-        yield f"| {escaped(loader.loader)} | {_world(loader)} | {cells} | {seconds:.1f} |"
+    lines = [
+        f"| loader | world | {' | '.join(COLUMNS)} | skipped | others | s |",
+        f"|---|---|{'--:|' * (len(COLUMNS) + 3)}",
+        *map(_row, sorted(report.loaders, key=lambda loader: not is_bad([loader]))[:MOST_ROWS]),
+    ]
     if len(report.loaders) > MOST_ROWS:
-        yield f"| and {len(report.loaders) - MOST_ROWS} more |{' |' * (len(COLUMNS) + 4)}"
-    yield ""
+        lines.append(f"| and {len(report.loaders) - MOST_ROWS} more |{' |' * (len(COLUMNS) + 4)}")
+    yield "\n".join(lines)
 
 
-def _world(loader: LoaderRecord) -> str:
-    return escaped(str(loader.world)) if loader.world.size else ""
+def _row(loader: LoaderRecord) -> str:
+    counts = count_kinds([loader])
+    numbers = [*(counts[status] for status in COLUMNS), how_many(counts, ("skipped", *SKIPS))]
+    shown: list[object] = [*numbers, counts.total() - sum(numbers)]
+    if is_crashed(loader):
+        shown[COLUMNS.index("error")] = "crashed"
+    world = escaped(str(loader.world)) if loader.world.size else ""
+    seconds = sum(check.seconds for check in loader.checks)
+    return f"| {escaped(loader.loader)} | {world} | {' | '.join(map(str, shown))} | {seconds:.1f} |"
 
 
 def _failures(report: Report) -> Iterator[str]:
@@ -104,12 +115,9 @@ def _failures(report: Report) -> Iterator[str]:
     for kind, (headline, *_) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         if same:
-            yield from [f"**{headline}**", ""]
-            for story in same[:MOST_LINES]:
-                yield from _describe_story(story)
-            if len(same) > MOST_LINES:
-                yield f"* and {len(same) - MOST_LINES} more"
-            yield ""
+            yield f"**{headline}**"
+            more = [f"* and {len(same) - MOST_LINES} more"] if len(same) > MOST_LINES else []
+            yield "\n".join([*(line for story in same[:MOST_LINES] for line in _describe_story(story)), *more])
 
 
 def _describe_story(story: Story) -> Iterator[str]:
@@ -130,25 +138,18 @@ def _describe_story(story: Story) -> Iterator[str]:
 def _unsettled(report: Report) -> Iterator[str]:
     for status in UNSETTLED:
         if lines := shorten_list(describe_reasons(report.loaders, status)):
-            yield from [f"**{status.capitalize()}**", "", *(f"* {escaped(line)}" for line in lines), ""]
+            yield from (f"**{status.capitalize()}**", _bullets(lines))
 
 
 def _comparison(comparison: Comparison | None, problem: str) -> Iterator[str]:
     if problem:
         yield escaped(problem)
-        yield ""
-    if comparison is None:
-        return
-    yield f"**Compared:** {escaped(describe_verdict(comparison))}"
-    yield ""
-    yield from _lists(describe_comparison(comparison))
+    if comparison is not None:
+        yield f"**Compared:** {escaped(describe_verdict(comparison))}"
+        yield from _lists(describe_comparison(comparison))
 
 
 def _lists(described: Iterable[tuple[str, str, list[str]]]) -> Iterator[str]:
     for kind, headline, lines in described:
-        if kind in IN_FAILURES:
-            continue
-        yield f"{MARKS[mark_of(kind)]} {headline}"
-        yield ""
-        yield from (f"* {escaped(line)}" for line in lines)
-        yield ""
+        if kind not in IN_FAILURES:
+            yield from (f"{MARKS[mark_of(kind)]} {headline}", _bullets(lines))

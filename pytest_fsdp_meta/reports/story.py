@@ -1,4 +1,4 @@
-"""What broke in a run: one story per cause, with its places, its values, and since when it is known."""
+"""What broke in a run: one story per cause, with its places, its values, since when it is known; and how it ended."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.history import describe_moment, run_of, starts_of, time_of
 from pytest_fsdp_meta.reports.schema import (
+    BAD,
     FAILED,
+    JUDGED,
+    STATUSES,
     CheckRecord,
     FindingRecord,
     LoaderRecord,
     Report,
     count_kinds,
+    describe_count,
+    how_many,
     is_bad,
 )
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
@@ -20,6 +25,7 @@ from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers,
 
 REMOVE = "remove it from xfail"
 CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
+IN_RESULT = tuple(status for status in STATUSES if status != "skipped" and status not in BAD)
 KINDS = {
     CRASH: ("Crashed", "crash", "crash"),
     FINDING: ("Failed", "likely cause", "cause"),
@@ -177,6 +183,42 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
         (missing, f"{counted(missing, 'loader')} missing"),
     )
     return ", ".join(text for number, text in texts if number)
+
+
+def describe_counts_of(report: Report) -> str:
+    """Return a text such as "3 loaders crashed, 2 checks failed, 41 passed". Skipped checks are not counted."""
+    counts = count_kinds(report.loaders)
+    others = [describe_count(counts[status], status) for status in IN_RESULT if counts[status]]
+    failures = describe_failures(report.loaders, len(report.missing))
+    return ", ".join(filter(None, [failures, *others])) or "nothing judged"
+
+
+def describe_result(report: Report) -> str:
+    """Return the counts of a run, and the exit status where they do not explain it."""
+    counts = describe_counts_of(report)
+    return f"{counts}, pytest exited with {report.exit_status}" if state_of(report) == "otherwise" else counts
+
+
+def state_of(report: Report) -> str:
+    """Return the state that decides the colour of a run.
+
+    It is "incomplete", "failed", "known" (it passes with known failures), "otherwise" (it failed for a reason that no
+    check shows: another test, a crash, an incomplete report), "empty" (nothing was judged), "differs" (nothing else is
+    wrong) or "passed".
+    """
+    if not report.complete:
+        return "incomplete"
+    outcome = report.outcome
+    if outcome is not None and not outcome.passes:
+        return "failed"
+    if report.is_bad:
+        return "known" if outcome is not None else "failed"
+    if report.exit_status:
+        return "otherwise"
+    counts = count_kinds(report.loaders)
+    if counts["differs"]:
+        return "differs"
+    return "passed" if how_many(counts, JUDGED) else "empty"
 
 
 def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:

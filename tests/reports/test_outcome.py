@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.reports.compare import compare
+from pytest_fsdp_meta.reports.compare import compare, decide_outcome
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.outcome import decide_outcome, state_of
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import CheckRecord, Outcome, Report
+from pytest_fsdp_meta.reports.story import state_of
 from tests.conftest import Project
 from tests.reports.report_factory import CATALOGUE, check, finding, loader, report
 

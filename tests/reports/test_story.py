@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison
-from pytest_fsdp_meta.reports.outcome import describe_result
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
-from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, describe_failures, stories_of
+from pytest_fsdp_meta.reports.story import (
+    CRASH,
+    ERROR,
+    FINDING,
+    UNEXPECTED_PASS,
+    describe_failures,
+    describe_result,
+    stories_of,
+)
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.checks.test_memory import WHOLE, WIDTH, stored

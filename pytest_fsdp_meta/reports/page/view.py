@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
-from pytest_fsdp_meta.reports.outcome import state_of
 from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
 from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
@@ -29,7 +28,7 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
 )
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
-from pytest_fsdp_meta.reports.story import describe_failures, is_crashed, is_failing
+from pytest_fsdp_meta.reports.story import describe_failures, is_crashed, is_failing, state_of
 from pytest_fsdp_meta.reports.totals import describe_unseen
 from pytest_fsdp_meta.text import counted, joined_runs
 
