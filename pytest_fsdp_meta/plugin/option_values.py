@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TypeVar
 
 from pytest_fsdp_meta.reports.io import FILE, PAGE
 
+T = TypeVar("T")
 UNITS = {"MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "": 0}
 """Bytes of a unit; a number without one is refused."""
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
-        raise ValueError
-    return sizes
+def checked(convert: Callable[[str], T], is_valid: Callable[[T], bool]) -> Callable[[str], T]:
+    """Return a function that converts a text and raises ValueError for a value that is not valid."""
+
+    def parse(text: str) -> T:
+        value = convert(text)
+        if not is_valid(value):
+            raise ValueError
+        return value
+
+    return parse
+
+
+parse_count = checked(int, lambda count: count >= 1)
+parse_seconds = checked(float, lambda seconds: 0 < seconds < 1e9)
+parse_sizes = checked(
+    lambda text: tuple(map(int, text.split(","))), lambda sizes: min(sizes) >= 1 and len(set(sizes)) == len(sizes)
+)
 
 
 def parse_bytes(text: str) -> int:
@@ -33,35 +47,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_share(text: str) -> float:
-    if not text.endswith("%"):
-        raise ValueError
     share = float(text.removesuffix("%")) / 100
-    if not 0 <= share < 1:
+    if not text.endswith("%") or not 0 <= share < 1:
         raise ValueError
     return share
-
-
-def parse_count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError
-    return count
-
-
-def parse_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 1e9:
-        raise ValueError
-    return seconds
-
-
-def one_of(values: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in values:
-            raise ValueError
-        return text
-
-    return parse
 
 
 def parse_loader(text: str) -> str:

@@ -17,12 +17,6 @@ from pytest_fsdp_meta.plugin import option_values
 from pytest_fsdp_meta.plugin._pytest_private import ini_keys
 from pytest_fsdp_meta.text import did_you_mean
 
-DEVICES = ("auto", "cpu", "cuda", standin.NAME)
-BACKENDS = ("auto", "gloo", "nccl")
-ENGINES = ("local", "ray")
-FAIL_ON = ("failure", "regression", "any")
-"""What makes a compared run fail: any failure; only failures that the earlier run did not have; or any failure and
-anything else that got worse."""
 REPEATED = ("-c", "-o", "-p", "--config-file", "--override-ini", "--rootdir", "--import-mode")
 """Options of pytest, with a value, that change which tests are collected or how; rerun commands repeat them."""
 SHOWN = (*REPEATED, "-k", "-m", "-n", "-r")
@@ -67,9 +61,9 @@ class Option:
 
     name: str
     help: str
-    parse: Callable[[str], Any]
-    expected: str
-    metavar: str
+    parse: Callable[[str], Any] = option_values.parse_switch
+    expected: str = "choose true or false"
+    metavar: str = ""
     repeated: bool = True
     """Whether the command for rerunning one item includes this option."""
 
@@ -80,6 +74,12 @@ class Option:
     @property
     def ini(self) -> str:
         return f"fsdp_{self.name.replace('-', '_')}"
+
+
+def _choice(name: str, values: Sequence[str], help: str, metavar: str, repeated: bool = True) -> Option:
+    """Return an option that is one of these values."""
+    parse = option_values.checked(str, values.__contains__)
+    return Option(name, help, parse, f"choose {', '.join(values[:-1])} or {values[-1]}", metavar, repeated)
 
 
 OPTIONS = (
@@ -115,21 +115,19 @@ OPTIONS = (
         "expected a percentage below 100, such as 6%",
         "PERCENT",
     ),
-    Option(
+    _choice(
         "device",
+        ("auto", "cpu", "cuda", standin.NAME),
         "device type of the ranks: auto (default: cuda if there is a GPU for every rank, else cpu), cpu, cuda, or "
         f"standin, a device in the host's memory that does not mix with the CPU (torch {', '.join(standin.TORCH)}; "
         "compiled once, with a C++ compiler)",
-        option_values.one_of(DEVICES),
-        "choose auto, cpu, cuda or standin",
         "DEVICE",
     ),
-    Option(
+    _choice(
         "backend",
+        ("auto", "gloo", "nccl"),
         "process group backend: auto (default: nccl on cuda, gloo on cpu), gloo or nccl; with gloo on cuda, ranks can "
         "share a GPU",
-        option_values.one_of(BACKENDS),
-        "choose auto, gloo or nccl",
         "BACKEND",
     ),
     Option(
@@ -143,9 +141,6 @@ OPTIONS = (
     Option(
         "require-gpu",
         "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs",
-        option_values.parse_switch,
-        "choose true or false",
-        "",
     ),
     Option(
         "slots",
@@ -155,12 +150,11 @@ OPTIONS = (
         "expected a positive int",
         "N",
     ),
-    Option(
+    _choice(
         "engine",
+        ("local", "ray"),
         "where ranks run: local (default: processes on this machine) or ray (spread over a Ray cluster; needs the "
         "extra 'ray')",
-        option_values.one_of(ENGINES),
-        "choose local or ray",
         "ENGINE",
     ),
     Option(
@@ -199,14 +193,13 @@ OPTIONS = (
         "REPORT[,REPORT...]",
         repeated=False,
     ),
-    Option(
+    _choice(
         "fail-on",
+        ("failure", "regression", "any"),
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
         "failures and differences that the earlier run did not have, checks that now depend on a failed one, and "
         "missing loaders) or any (every failure, new differences, missing loaders, slower loads, drifting losses and "
         "checks that no longer run)",
-        option_values.one_of(FAIL_ON),
-        "choose failure, regression or any",
         "WHAT",
         repeated=False,
     ),
@@ -223,9 +216,6 @@ OPTIONS = (
         "strict",
         "fail checks that differ (a measured difference is beyond its limit, and not judged for a reason that is "
         "given) or are only partly checked",
-        option_values.parse_switch,
-        "choose true or false",
-        "",
     ),
 )
 
