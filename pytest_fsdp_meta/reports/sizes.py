@@ -124,15 +124,6 @@ def _listed(sizes: Sequence[int], joint: str) -> str:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One part of a bar: where it begins and how wide it is, in pixels."""
-
-    part: str
-    left: float
-    width: float
-
-
-@dataclass(frozen=True)
 class Sizes:
     """The worlds of a loader, smallest first; ``limit`` is where the memory of a device ends in the bars."""
 
@@ -145,12 +136,12 @@ class Sizes:
     sent: tuple[tuple[Traffic, ModuleTraffic], ...]
     """What is sent for modules in a step of the largest world, most first."""
 
-    def bars(self, peak: PhasePeak) -> Iterator[Bar]:
-        """Yield the bars of one phase of a step, from left to right."""
+    def bars(self, peak: PhasePeak) -> Iterator[tuple[str, float, float]]:
+        """Yield (part, left end, width) of the bars of one phase of a step, in pixels from left to right."""
         left = 0.0
         for part in PARTS:
             width = peak.parts.get(part, 0) * self.scale
-            yield Bar(part, left, width)
+            yield part, left, width
             left += width
 
 

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.reports.page.charts import loss_chart
 from pytest_fsdp_meta.reports.page.checks import CheckView
 from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time
-from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, Scale, fold_rows, group_by_kind, largest_of, size_of
+from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
     SKIPS,
@@ -457,9 +457,8 @@ def test_collectives_by_kind_and_in_order():
         collective("broadcast", 4, root=1),
         collective(),
     ]
-    scale = Scale(largest_of([issued]), len(issued))
-    assert scale.largest == 32
-    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued, scale)] == [
+    assert largest_of([issued]) == 32
+    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued, 32, len(issued))] == [
         ("all_gather", 3, 96),
         ("all_reduce", 1, 4),
         ("broadcast", 1, 16),
@@ -473,7 +472,7 @@ def test_collectives_by_kind_and_in_order():
     ]
     assert left == 0
     barrier = [Collective("barrier", "world", (0, 1))]
-    assert group_by_kind(barrier, Scale(0, 1))[0].path
+    assert group_by_kind(barrier, 0, 1)[0].path
     assert fold_rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
 
 
@@ -493,8 +492,7 @@ def test_ranks_that_differ_while_loading_share_their_step():
 def test_collectives_of_all_ranks_are_drawn_to_one_scale():
     """Ranks that pass a sixteenth of the bytes get lower bars, and those that issue fewer collectives shorter rows."""
     many, few = [collective(elements=4096) for _ in range(8)], [collective(elements=256)] * 4
-    scale = Scale(largest_of([many, few]), 8)
-    (high,), (low,) = group_by_kind(many, scale), group_by_kind(few, scale)
+    (high,), (low,) = (group_by_kind(one, largest_of([many, few]), 8) for one in (many, few))
 
     def bars(path: str) -> list[tuple[int, float]]:
         return [(int(x), float(height)) for x, height in re.findall(r"M(\d+) \d+v-([\d.]+)", path)]

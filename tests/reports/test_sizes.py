@@ -91,7 +91,7 @@ def test_bars_are_to_scale_and_end_at_the_peak(memory, scale):
     assert [one.size for one in view.worlds] == [2, 8, 64]
     assert view.limit == (pytest.approx(0.75 * memory / scale * BAR_WIDTH) if memory else None)
     steps = [one.step for one in view.worlds]
-    ends = [[sum(bar.width for bar in view.bars(peak)) for peak in step.peaks] if step else [] for step in steps]
+    ends = [[sum(width for _, _, width in view.bars(peak)) for peak in step.peaks] if step else [] for step in steps]
     assert ends == [[], *(pytest.approx([n / scale * BAR_WIDTH for n in of]) for of in ((4, 11, 16), (1, 10, 8)))]
     assert why_no_step(view.worlds[0]) == "rank 0 raised KeyError: 2"
     assert size_view((), device(memory)) is None

@@ -10,14 +10,10 @@ from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
 
-MOST_CARDS = 12
-"""Cards that are not folded."""
 MOST_VALUES = 3
 """Lines of values on a card; the loaders below have all."""
 MOST_ALIKE = 2
 """Lines of one check that differ only in numbers, before one line stands for them."""
-MOST_CHIPS = 8
-"""Loaders that a card names before it folds the others."""
 
 
 @dataclass(frozen=True)

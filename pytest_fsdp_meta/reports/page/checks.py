@@ -26,8 +26,6 @@ from pytest_fsdp_meta.text import first_of, fold_names
 
 UNCHECKED = ("partly checked", "not declared")
 """Kinds of checks that check more if the test or the model changes, in the order in which the page shows them."""
-MOST_DETAILS = 500
-"""Tensors of one line whose details are listed; report.json has them all."""
 STEP, BAR, HEIGHT = 8, 6, 16
 """Widths of a run and of its bar, and the height of the strip (px)."""
 HEIGHTS = {"bad": HEIGHT, "good": 6, "other": 3}
@@ -96,18 +94,8 @@ class HistoryView:
         return f"The last {len(self.results)} runs, oldest first: {describe_results(self.results)}"
 
     @property
-    def note(self) -> str:
-        """What the matrix says of the cell beside its status, such as "broken since ..."."""
-        return "; ".join(filter(None, [self.since, self.flaky]))
-
-    @property
     def flaky(self) -> str:
         return describe_flaky(self.results) if self.record.history and self.record.history.flaky else ""
-
-    @property
-    def mark(self) -> str:
-        """The class of the cell in the matrix."""
-        return "h-flaky" if self.flaky else "h-old" if self.is_old else ""
 
     @cached_property
     def paths(self) -> tuple[tuple[str, str], ...]:
@@ -148,12 +136,15 @@ class CheckView:
     @property
     def mark(self) -> str:
         """The further class of its cell in the matrix, after a space."""
-        return f" {self.history.mark}" if self.history and self.history.mark else ""
+        if self.history is None:
+            return ""
+        return " h-flaky" if self.history.flaky else " h-old" if self.history.is_old else ""
 
     @property
     def note(self) -> str:
-        """What its cell says beside its status, after a comma."""
-        return f", {self.history.note}" if self.history and self.history.note else ""
+        """What its cell says after its status, such as ", broken since ..."."""
+        said = "; ".join(filter(None, [self.history.since, self.history.flaky])) if self.history else ""
+        return f", {said}" if said else ""
 
     @property
     def kind(self) -> str:

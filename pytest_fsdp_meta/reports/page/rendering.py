@@ -17,14 +17,13 @@ from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
-from pytest_fsdp_meta.reports.page.broke import MOST_CARDS, MOST_CHIPS, MOST_VALUES, make_cards
+from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.charts import describe_loss
-from pytest_fsdp_meta.reports.page.checks import MOST_DETAILS
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
-from pytest_fsdp_meta.reports.page.traced import DEEPEST, cells_of
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
+from pytest_fsdp_meta.reports.page.traced import cells_of
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
-from pytest_fsdp_meta.reports.page.view import GLYPHS, MOST_LISTED, build_view
+from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
 from pytest_fsdp_meta.reports.totals import ACTIVITIES
@@ -35,13 +34,6 @@ if TYPE_CHECKING:
 
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("templates/page.css", "templates/plots.css", "templates/history.css")
-MAIN_VERSIONS = ("pytest-fsdp-meta", "torch", "transformers")
-MOST_OPEN = 5
-"""Lines of a kind of change that are open when the page opens; "What broke" has the new failures."""
-MOST_UNCHECKED = 12
-"""Reasons why something was not checked that are not folded."""
-MOST_DETAILED = 60
-"""Drawings of one loader that have a text below them; if there are more, only those with problems have one."""
 SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "state", "matrix", "filters", "links", "start"))
 
 
@@ -125,26 +117,17 @@ def _environment() -> Environment:
         "MEANINGS": STATUSES | SKIPS,
         "GLYPHS": GLYPHS,
         "BAD": BAD,
-        "MOST_CARDS": MOST_CARDS,
         "MOST_VALUES": MOST_VALUES,
-        "MOST_CHIPS": MOST_CHIPS,
-        "MOST_LISTED": MOST_LISTED,
         "STATES": STATES,
         "PROBLEMS": PROBLEMS,
         "TRACED": TRACED,
         "TRACED_GLYPHS": TRACED_GLYPHS,
-        "DEEPEST": DEEPEST,
         "BACKWARD": BACKWARD,
         "SIZE_PARTS": PARTS,
         "SIZE_WIDTH": BAR_WIDTH,
         "SIZE_HEIGHT": BAR_HEIGHT,
         "TIMELINE_WIDTH": TIMELINE_WIDTH,
         "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
-        "MOST_DETAILS": MOST_DETAILS,
-        "MOST_DETAILED": MOST_DETAILED,
-        "MOST_UNCHECKED": MOST_UNCHECKED,
-        "MOST_OPEN": MOST_OPEN,
-        "MAIN_VERSIONS": MAIN_VERSIONS,
         "ACTIVITIES": ACTIVITIES,
     }
     return environment

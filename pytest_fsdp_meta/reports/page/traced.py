@@ -12,8 +12,6 @@ GLYPHS = {"agrees": "✓", "not compared": "?", "in between": "◐", "departs": 
 """State of a call -> its character."""
 MOST_BESIDE = 2
 """With more columns of ranks, the backward is below the forward, and cells say less."""
-DEEPEST = 5
-"""Levels of modules that are indented."""
 PLURAL = {"agrees": "agree", "departs": "depart"}
 UNITS = ("k", "M", "G", "T")
 NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2, prod
@@ -47,14 +47,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What the drawings of several ranks have in common: the bytes of the highest bar, and the most collectives."""
-
-    largest: int
-    most: int
-
-
-@dataclass(frozen=True)
 class TrafficView:
     """The collectives of ranks that issued the same ones, while loading or in one training step."""
 
@@ -81,35 +73,37 @@ def show_traffic(
     for ranks, collectives in issued:
         key = tuple(replace(one, group="", ranks=(), root=len(one.ranks)) for one in collectives)
         groups.setdefault(key, ([], collectives))[0].extend(ranks)
-    scale = Scale(largest, max((len(collectives) for _, collectives in groups.values()), default=0))
+    most = max((len(collectives) for _, collectives in groups.values()), default=0)
     for same, collectives in groups.values():
         if collectives:
             rows, left = fold_rows(collectives)
-            kinds = group_by_kind(collectives, scale)
+            kinds = group_by_kind(collectives, largest, most)
             yield TrafficView(title, tuple(sorted(same)), kinds, rows, left, len(collectives), largest)
 
 
-def group_by_kind(collectives: Sequence[Collective], scale: Scale) -> tuple[Kind, ...]:
-    """Group collectives by op and size of the process group, in the order of the first of each kind."""
-    found: dict[tuple[str, int], list[int]] = {}
+def group_by_kind(collectives: Sequence[Collective], largest: int, most: int) -> tuple[Kind, ...]:
+    """Group collectives by op and size of the process group, in the order of the first of each kind.
+
+    The drawings of several ranks have in common the bytes of the ``largest`` bar, and ``most`` collectives.
+    """
+    found: dict[tuple[str, int], dict[int, int | None]] = {}
     for index, one in enumerate(collectives):
-        found.setdefault((one.op, len(one.ranks)), []).append(index)
-    return tuple(_kind(op, members, places, collectives, scale) for (op, members), places in found.items())
+        found.setdefault((one.op, len(one.ranks)), {})[index] = size_of(one)
+    pitch, highest = TIMELINE_WIDTH / max(1, most), max(1.0, log2(largest + 1))
+    return tuple(_kind(op, members, sizes, pitch, highest) for (op, members), sizes in found.items())
 
 
-def _kind(op: str, members: int, places: Sequence[int], collectives: Sequence[Collective], scale: Scale) -> Kind:
-    sizes = [size_of(collectives[place]) for place in places]
-    known = [size for size in sizes if size is not None]
-    pitch = TIMELINE_WIDTH / max(1, scale.most)
-    largest = max(1.0, log2(scale.largest + 1))
+def _kind(op: str, members: int, sizes: Mapping[int, int | None], pitch: float, highest: float) -> Kind:
+    """Return a kind from the sizes of its collectives by their place in the sequence."""
+    known = [size for size in sizes.values() if size is not None]
     bars: dict[int, float] = {}
-    for place, size in zip(places, sizes, strict=True):  # at most one bar per pixel
+    for place, size in sizes.items():  # at most one bar per pixel
         x = int(place * pitch)
-        height = LEAST_BAR + log2((size or 0) + 1) / largest * (TIMELINE_HEIGHT - LEAST_BAR)
+        height = LEAST_BAR + log2((size or 0) + 1) / highest * (TIMELINE_HEIGHT - LEAST_BAR)
         bars[x] = max(bars.get(x, 0.0), height)
     width = max(1.0, min(6.0, pitch - 1))
     path = "".join(f"M{x} {TIMELINE_HEIGHT}v-{bar:.1f}h{width:.1f}v{bar:.1f}z" for x, bar in bars.items())
-    return Kind(op, members, len(places), sum(known) if len(known) == len(sizes) else None, path)
+    return Kind(op, members, len(sizes), sum(known) if len(known) == len(sizes) else None, path)
 
 
 def fold_rows(collectives: Iterable[Collective]) -> tuple[tuple[Row, ...], int]:

@@ -23,6 +23,7 @@ from pytest_fsdp_meta.reports.schema import (
     CatalogueRecord,
     LoaderRecord,
     Report,
+    Summary,
     count_kinds,
     describe_kind,
     how_many,
@@ -63,8 +64,6 @@ BIG_LOADERS, BIG_DRAWINGS = 12, 500
 sections are closed and packed as well."""
 MOST_CLEAN = 5
 """Rows of loaders without failures in the matrix that are not folded into one."""
-MOST_LISTED = 60
-"""Closed sections of failing loaders that are listed; the others are folded."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,10 @@ class LoaderView:
     def cell(self) -> str:
         """The id of its row in the matrix."""
         return f"cell-{self.number}"
+
+    @property
+    def summary(self) -> Summary:
+        return self.record.summary or Summary()
 
     @property
     def is_crashed(self) -> bool:
@@ -142,32 +145,29 @@ class LoaderView:
 
     @cached_property
     def traced(self) -> StepView | None:
-        traced = self.record.summary.traced if self.record.summary else None
-        return step_view(traced) if traced else None
+        return step_view(self.summary.traced) if self.summary.traced else None
 
     @cached_property
     def traffic(self) -> tuple[TrafficView, ...]:
-        traffic = self.record.summary.traffic if self.record.summary else ()
         phases = {
-            "in one training step": [(one.ranks, one.step) for one in traffic],
-            "while loading": [(one.ranks, one.loading) for one in traffic],
+            "in one training step": [(one.ranks, one.step) for one in self.summary.traffic],
+            "while loading": [(one.ranks, one.loading) for one in self.summary.traffic],
         }
         scale = largest_of(collectives for issued in phases.values() for _, collectives in issued)
         return tuple(part for title, issued in phases.items() for part in show_traffic(title, issued, scale))
 
     @cached_property
     def losses(self) -> LossChart | None:
-        losses = self.record.summary.losses if self.record.summary else None
-        return loss_chart(losses) if losses else None
+        return loss_chart(self.summary.losses) if self.summary.losses else None
 
     @cached_property
     def memory(self) -> Plot | None:
-        return plot_memory(self.record.summary) if self.record.summary else None
+        return plot_memory(self.summary)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """Every tensor that its section names."""
-        tensors = (one.name for one in (self.record.summary.tensors if self.record.summary else ()))
+        tensors = (one.name for one in self.summary.tensors)
         in_findings = (one.tensor for check in self.record.checks for one in check.findings if one.tensor is not None)
         in_traffic = (name for one in self.traffic for row in one.rows for name in row.tensors)
         return tuple(dict.fromkeys((*tensors, *in_findings, *in_traffic)))
