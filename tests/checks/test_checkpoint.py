@@ -28,7 +28,6 @@ from tests.checks.evidence_factory import (
     findings_of,
     from_checkpoint,
     healthy,
-    left_out,
     on_some,
     rename,
     undeclared,
@@ -80,12 +79,6 @@ def test_a_second_load_with_other_tensors():
         (HEAD, (0, 1), "missing in the second load", "in both", ""),
         (f"new_{HEAD}", (0, 1), "only in the second load", "in both", ""),
     ]
-
-
-def test_uninitialised_memory_explains_a_second_load_that_differs():
-    garbage = change(differ(healthy(), MIDDLE), MIDDLE, nan=1, poisoned=1)
-    found = verdict(REPEATABLE, second_load(garbage, MIDDLE, digest="garbage"))
-    assert (found.status, found.reason) == ("skipped", left_out("no_uninitialized_memory", MIDDLE))
 
 
 def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) -> Evidence:
@@ -163,12 +156,9 @@ def test_replicas_of_a_parameter_that_differ_are_no_fault_of_saving():
     assert (found.status, found.findings) == ("skipped", ())
 
 
-def test_a_missing_key_is_reported_by_one_check():
+def test_whether_a_key_is_missing_needs_a_reference():
     evidence = again(keys(healthy(), layers__0__weight=""), "saved", left_out=(MIDDLE,))
     evidence = again(evidence, "restored", tensors=saved(layers__0__weight="other").tensors)
-    assert verdict(NAMES, evidence).status == "failed"
-    found = verdict(ROUND_TRIP, evidence)
-    assert (found.status, found.unjudged) == ("skipped", {NAMES: (MIDDLE,)})
     alone = undeclared(evidence, "reference", why="Subject(reference=...) is not declared")
     assert verdict(ROUND_TRIP, alone).reason == (
         f"the state dict has no key for {MIDDLE}; whether it should have one needs a reference"
@@ -259,16 +249,13 @@ def test_what_the_larger_world_saved_in_the_folder_is_loaded():
 def test_a_finding_explains_a_load_error_that_names_its_tensor():
     wrong = replace(healthy(), restored=(saved(layers__0__weight="other"),) * 2)
     error = f"RuntimeError in Subject(resume=...): {MIDDLE} has another size"
-    found = verdict(RESHARDS, refused(wrong, error))
-    assert (found.status, "the findings of dcp_round_trip explain" in found.reason) == ("skipped", True)
+    assert verdict(RESHARDS, refused(wrong, error)).status == "skipped"
     assert verdict(RESHARDS, refused(wrong, error.replace(MIDDLE, f"{MIDDLE}_norm"))).status == "failed"
     selection = Selection(frozenset({RESHARDS}), frozenset({"dcp_round_trip"}))
     assert judge(CATALOGUE[RESHARDS], refused(wrong, error), CATALOGUE, selection).status == "failed"
 
 
-def test_a_tensor_that_was_wrong_before_saving_or_that_loading_rounds_is_not_reported():
-    found = verdict(RESHARDS, elsewhere(differ(healthy(), MIDDLE), OTHER))
-    assert (found.status, found.reason) == ("skipped", left_out("params_equal_reference", MIDDLE))
+def test_a_tensor_that_loading_rounds_is_not_reported():
     rounded = replace(OTHER, cast=True, max_rel=2.0**-8)
     assert verdict(RESHARDS, elsewhere(healthy(), rounded)).status == "passed"
 
@@ -314,6 +301,7 @@ def test_an_export_of_another_shape(world, shape, cause):
     actual = f"shape {shape} in the gathered state dict"
     assert findings_of(found) == [(EMBEDDING, (0,), actual, "(8, 4), as in the reference", "")]
     assert found.findings[0].cause.startswith(cause)
+    assert ("full_tensor()" in found.findings[0].remedy) == (shape != (16, 4))
 
 
 def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -> Evidence:
@@ -454,14 +442,6 @@ def test_losses_that_are_not_finite_in_either_run_are_not_judged(losses, shown, 
     assert verdict(RESUME, again(endless, "resumed", losses=(1.25, 1.0))).status == "error"
 
 
-def test_wrong_names_in_the_model_are_reported_by_one_check():
-    called = f"module.{MIDDLE}"
-    evidence = keys(rename(healthy(), "module.", MIDDLE), layers__0__weight=called)
-    found = verdict(NAMES, evidence)
-    assert found.status == "skipped"
-    assert found.unjudged == {"names_match_reference": (MIDDLE, called)}
-
-
 def loaded_again(
     evidence: Evidence, tensors: dict[str, str], ranks: tuple[int, ...] = (0, 1), **facts: Any
 ) -> Evidence:
@@ -477,9 +457,6 @@ def test_a_second_save_that_is_not_restored():
         (MIDDLE, (0, 1), "different values after loading the second save", SAVED, ""),
         (HEAD, (0, 1), "not restored from the second save: loading does not change it", SAVED, ""),
     ]
-    broken_before = again(evidence, "restored", tensors=evidence.restored_again[0].model.tensors)
-    assert verdict(ROUND_TRIP, broken_before).status == "failed"
-    assert verdict(AGAIN, broken_before).status == "skipped"
 
 
 @pytest.mark.parametrize(
