@@ -251,14 +251,6 @@ def test_the_error_rate_is_divided_by_the_number_of_tests():
     assert can_tell(replace(measured, error=0.08), fans, tests=1)
 
 
-def test_replicas_that_drew_differently_are_left_to_replicas_equal():
-    mesh = {"dp_replicate": 2, "dp_shard": 2}
-    evidence = drew(healthy(mesh=mesh), MIDDLE)
-    evidence = change(evidence, MIDDLE, [2], digest="other bits")
-    found = verdict(ID, evidence)
-    assert (found.findings, found.unjudged) == ((), {"replicas_equal": (MIDDLE,)})
-
-
 def test_a_drawn_weight_that_every_rank_holds_whole_has_no_parts():
     assert verdict(ID, drew(place(healthy(), MIDDLE, {}), MIDDLE)).status == "skipped"
     assert DrawnTensor(MIDDLE, spread("a")).reference is None
