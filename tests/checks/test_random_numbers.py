@@ -52,13 +52,6 @@ def test_one_seed_in_each_step(ranks):
     assert finding.actual == "draws the same random numbers in each step"
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, MIXED])
-def test_other_numbers_for_one_activation(mesh):
-    [finding] = verdict(FOLLOW, redrawn(healthy(mesh=mesh), [1], state="one number later")).findings
-    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1))
-    assert finding.actual == "draws different random numbers for the same activation"
-
-
 def test_tensor_parallel_ranks_with_other_parts_may_draw_anything():
     evidence = by_token(healthy(mesh={"tp": 2}))
     for state in ("seeded with 0", "seeded with 1"):
