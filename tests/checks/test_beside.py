@@ -32,23 +32,18 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("factor", "apart", "ranks", "actual", "expected"),
+    ("factor", "apart", "ranks", "actual", "cause"),
     [
-        (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", "equal within 0.002"),
-        (1.0, 2.0, (1,), "changes differently from the reference's", "equal within 0.002"),
-        (1.003, 0.0, (1,), "moves 1.003 times as far as the reference's", "equal within 0.002"),
-        (0.0, 0.0, (0, 1), "does not move", "updated after each step"),
-        (0.0, 0.0, (1,), "does not move", "updated after each step"),
+        (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", ""),
+        (1.0, 2.0, (1,), "changes differently from the reference's", ""),
+        (0.0, 0.0, (0, 1), "does not move", "nothing updates it"),
+        (0.0, 0.0, (1,), "does not move", "the other ranks update it and these do not"),
     ],
 )
-def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, expected):
-    evidence = remeasured(HEALTHY, EMA, factor, apart, ranks=ranks, observed="beside")
-    assert shown(PARITY, evidence) == [(EMA, ranks, actual, expected)]
-    [found] = verdict(PARITY, evidence).findings
-    assert found.detail == ("relative error 0.58" if apart else "")
-    if factor == 0:
-        cause = "nothing updates it" if len(ranks) > 1 else "the other ranks update it and these do not"
-        assert verdict(PARITY, evidence).findings[0].cause.startswith(cause)
+def test_an_average_that_moves_otherwise(factor, apart, ranks, actual, cause):
+    [found] = verdict(PARITY, remeasured(HEALTHY, EMA, factor, apart, ranks=ranks, observed="beside")).findings
+    assert (found.tensor, found.ranks, found.actual) == (EMA, ranks, actual)
+    assert found.cause.startswith(cause)
 
 
 @pytest.mark.parametrize(
@@ -125,23 +120,6 @@ def test_an_average_may_differ_by_the_noise_of_its_parameter(distance, status):
 
 
 @pytest.mark.parametrize(
-    ("entry", "built", "loaded", "cause"),
-    [
-        ("last_epoch", "0", "0", "the scheduler's state is not saved, or not loaded"),
-        ("last_epoch", "0", "6", "resume() steps the scheduler"),
-        ("T_max", "3", "6", "resume() builds a new schedule with other settings"),
-    ],
-)
-def test_a_scheduler_that_is_not_as_it_was_saved(entry, built, loaded, cause):
-    entry = f"scheduler.{entry}"
-    before = tuple(replace(run, beside={**run.beside, entry: "3"}) for run in HEALTHY.continued)
-    after = tuple(replace(run, beside={**run.beside, entry: loaded}, beside_before={entry: built}) for run in before)
-    evidence = replace(HEALTHY, continued=before, resumed=after)
-    assert shown(ROUND_TRIP, evidence) == [(entry, (0, 1), f"{loaded} after loading", "3, as saved")]
-    assert verdict(ROUND_TRIP, evidence).findings[0].cause.startswith(cause)
-
-
-@pytest.mark.parametrize(
     ("value", "actual", "expected"),
     [
         ("float32 (6, 4) other", "different after loading", "as saved"),
@@ -178,14 +156,6 @@ def test_how_often_a_scheduler_was_called_is_not_compared():
     before = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "4"}) for run in HEALTHY.continued)
     after = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "1"}) for run in before)
     assert verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after)).status == "passed"
-
-
-def test_copies_that_are_rebuilt_from_rounded_weights():
-    rounded = tuple(replace(run, rounded={EMA: "float32 (6, 4) rounded"}) for run in HEALTHY.continued)
-    after = tuple(replace(run, beside={**run.beside, EMA: "float32 (6, 4) rounded"}) for run in HEALTHY.resumed)
-    [found] = verdict(ROUND_TRIP, replace(HEALTHY, continued=rounded, resumed=after)).findings
-    assert (found.actual, found.expected) == ("rounded to the dtype of the parameters after loading", "as saved")
-    assert found.cause.startswith("it is rebuilt from the loaded parameters")
 
 
 def test_an_update_by_another_learning_rate_names_the_step():

@@ -28,7 +28,6 @@ from tests.checks.evidence_factory import (
     findings_of,
     from_checkpoint,
     healthy,
-    left_out,
     on_some,
     rename,
     undeclared,
@@ -62,7 +61,6 @@ def second_load(evidence: Evidence, name: str, ranks: tuple[int, ...] = (0, 1), 
 @pytest.mark.parametrize(
     ("name", "ranks", "facts", "actual", "expected"),
     [
-        (MIDDLE, (0, 1), {}, "different values in the second load", "the same as in the first"),
         (ROTARY, (1,), {}, "different values in the second load", "the same as in the first"),
         (MIDDLE, (0, 1), {"dtype": "bfloat16"}, "dtype bfloat16 in the second load", "float32, as in the first"),
     ],
@@ -83,23 +81,11 @@ def test_a_second_load_with_other_tensors():
     ]
 
 
-def test_uninitialised_memory_explains_a_second_load_that_differs():
-    garbage = change(differ(healthy(), MIDDLE), MIDDLE, nan=1, poisoned=1)
-    found = verdict(REPEATABLE, second_load(garbage, MIDDLE, digest="garbage"))
-    assert (found.status, found.reason) == ("skipped", left_out("no_uninitialized_memory", MIDDLE))
-
-
 def keys(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **renamed: str) -> Evidence:
     """Rename keys of these ranks' state dicts, or drop those whose new name is empty."""
     names = {name.replace("__", "."): other for name, other in renamed.items()}
     new = [names.get(key, key) for key in evidence.reference.state_dict]
     return again(evidence, "state_dict", ranks, keys=tuple(filter(None, new)))
-
-
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_key_that_is_missing(ranks):
-    found = verdict(NAMES, keys(healthy(), ranks, layers__0__weight=""))
-    assert findings_of(found) == [(MIDDLE, ranks, "missing in the state dict", "saved under this name", "")]
 
 
 def test_one_name_of_a_tie_is_enough():
@@ -125,24 +111,9 @@ def test_a_state_dict_that_one_rank_gathers():
         assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "missing in the state dict")}
 
 
-def test_a_key_that_is_renamed():
-    found = verdict(NAMES, keys(healthy(), layers__0__weight="output.weight"))
-    assert findings_of(found) == [
-        (MIDDLE, (0, 1), "missing in the state dict", "saved under this name", ""),
-        ("output.weight", (0, 1), "extra key in the state dict: the reference has no such key", "", ""),
-    ]
-
-
-@pytest.mark.parametrize("from_disk", [False, True])
-def test_a_key_with_a_wrappers_prefix(from_disk):
-    evidence = keys(healthy(), layers__0__weight="layers.0._orig_mod.weight")
-    if from_disk:
-        evidence = from_checkpoint(evidence)
-    found = verdict(NAMES, evidence)
-    assert findings_of(found) == [
-        ("layers.0._orig_mod.weight", (0, 1), "key contains a wrapper's prefix", "saved without _orig_mod", "")
-    ]
-    assert found.findings[0].cause.startswith("the state dict is taken from the wrapper that torch.compile")
+def test_a_key_with_a_wrappers_prefix_where_the_reference_is_a_checkpoint():
+    found = verdict(NAMES, from_checkpoint(keys(healthy(), layers__0__weight="layers.0._orig_mod.weight")))
+    assert [(f.tensor, f.ranks) for f in found.findings] == [("layers.0._orig_mod.weight", (0, 1))]
 
 
 def test_keys_that_are_right():
@@ -163,23 +134,10 @@ def saved(**others: str) -> RankSaved:
 def test_a_tensor_that_loading_does_not_change():
     other = saved(layers__0__weight="other")
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
-    assert findings_of(found) == [
-        (MIDDLE, (0,), "not restored: loading does not change it", SAVED, ""),
-        (MIDDLE, (1,), "different values after loading", SAVED, ""),
-    ]
-    assert ["casts" in finding.cause for finding in found.findings] == [False, True]
-    assert found.findings[1].cause.endswith("or saving writes one rank's shards only, or each rank's under one name")
+    assert [(f.ranks, "casts" in f.cause) for f in found.findings] == [((0,), False), ((1,), True)]
     # A tensor that was saved with the same values is restored.
     alike = replace(healthy(), restored=(replace(saved(), untouched=(MIDDLE,)),) * 2)
     assert verdict(ROUND_TRIP, alike).status == "passed"
-
-
-def test_what_is_not_restored():
-    found = verdict(ROUND_TRIP, replace(healthy(), restored=(saved(), saved(counter="other"))))
-    assert findings_of(found) == [(COUNTER, (1,), "different values after loading", SAVED, "")]
-    evidence = again(healthy(), "saved", extra={"norm._extra_state": "scale 3"})
-    found = verdict(ROUND_TRIP, again(evidence, "restored", extra={"norm._extra_state": "scale 1"}))
-    assert findings_of(found) == [("norm._extra_state", (0, 1), "different state after loading", "the saved state", "")]
 
 
 def test_a_name_with_different_values_on_ranks_is_not_judged():
@@ -187,10 +145,6 @@ def test_a_name_with_different_values_on_ranks_is_not_judged():
     evidence = replace(healthy(), saved=apart, restored=(apart[0], apart[0]))
     found = verdict(ROUND_TRIP, evidence)
     assert found.status == "skipped"
-    assert found.reason == (
-        "ranks hold different values of counter in the same place of the tensor, and "
-        "a checkpoint keeps only one of them; for a buffer of each rank's own, declare Subject(save=..., resume=...)"
-    )
     found = verdict(ROUND_TRIP, declare(evidence, declared=frozenset({"save"})))
     assert findings_of(found) == [(COUNTER, (1,), "different values after loading", SAVED, "")]
 
@@ -202,12 +156,9 @@ def test_replicas_of_a_parameter_that_differ_are_no_fault_of_saving():
     assert (found.status, found.findings) == ("skipped", ())
 
 
-def test_a_missing_key_is_reported_by_one_check():
+def test_whether_a_key_is_missing_needs_a_reference():
     evidence = again(keys(healthy(), layers__0__weight=""), "saved", left_out=(MIDDLE,))
     evidence = again(evidence, "restored", tensors=saved(layers__0__weight="other").tensors)
-    assert verdict(NAMES, evidence).status == "failed"
-    found = verdict(ROUND_TRIP, evidence)
-    assert (found.status, found.reason) == ("skipped", left_out(NAMES, MIDDLE))
     alone = undeclared(evidence, "reference", why="Subject(reference=...) is not declared")
     assert verdict(ROUND_TRIP, alone).reason == (
         f"the state dict has no key for {MIDDLE}; whether it should have one needs a reference"
@@ -221,7 +172,6 @@ def elsewhere(evidence: Evidence, *comparisons: Comparison) -> Evidence:
 @pytest.mark.parametrize(
     ("off", "detail"),
     [
-        (OTHER, NUMBERS),
         (
             Comparison(MIDDLE, False, problem="shape (3, 4)", should_be="(6, 4), as in the reference"),
             "shape (3, 4), but should be (6, 4), as in the reference",
@@ -299,20 +249,13 @@ def test_what_the_larger_world_saved_in_the_folder_is_loaded():
 def test_a_finding_explains_a_load_error_that_names_its_tensor():
     wrong = replace(healthy(), restored=(saved(layers__0__weight="other"),) * 2)
     error = f"RuntimeError in Subject(resume=...): {MIDDLE} has another size"
-    found = verdict(RESHARDS, refused(wrong, error))
-    assert (found.status, found.reason) == (
-        "skipped",
-        f"loading the checkpoint in a world of 1 raises {error}, which the findings of dcp_round_trip explain; fix "
-        "those first",
-    )
+    assert verdict(RESHARDS, refused(wrong, error)).status == "skipped"
     assert verdict(RESHARDS, refused(wrong, error.replace(MIDDLE, f"{MIDDLE}_norm"))).status == "failed"
     selection = Selection(frozenset({RESHARDS}), frozenset({"dcp_round_trip"}))
     assert judge(CATALOGUE[RESHARDS], refused(wrong, error), CATALOGUE, selection).status == "failed"
 
 
-def test_a_tensor_that_was_wrong_before_saving_or_that_loading_rounds_is_not_reported():
-    found = verdict(RESHARDS, elsewhere(differ(healthy(), MIDDLE), OTHER))
-    assert (found.status, found.reason) == ("skipped", left_out("params_equal_reference", MIDDLE))
+def test_a_tensor_that_loading_rounds_is_not_reported():
     rounded = replace(OTHER, cast=True, max_rel=2.0**-8)
     assert verdict(RESHARDS, elsewhere(healthy(), rounded)).status == "passed"
 
@@ -331,18 +274,14 @@ def test_an_export_with_other_keys_or_values():
         ("output.weight", (0,), "extra key in the gathered state dict: the reference has no such key", "", ""),
     ]
     evidence = replace(healthy(), export=Export(comparisons=(OTHER,)))
-    actual = "different values in the gathered state dict"
-    assert findings_of(verdict(EXPORTS, evidence)) == [(MIDDLE, (0,), actual, "the reference's", NUMBERS)]
+    assert [f.tensor for f in verdict(EXPORTS, evidence).findings] == [MIDDLE]
     # They are not compared with an unreproducible reference.
     assert verdict(EXPORTS, with_reference(evidence, unstable=(MIDDLE,))).status == "passed"
 
 
 def test_an_export_that_rounds():
     found = verdict(EXPORTS, replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})))
-    assert findings_of(found) == [
-        (MIDDLE, (0,), "bfloat16 in the gathered state dict, which rounds its values", "float32, as on the ranks", "")
-    ]
-    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
+    assert [f.tensor for f in found.findings] == [MIDDLE]
     # The loader itself holds the tensor in that dtype, which other checks judge.
     cast = change(replace(healthy(), export=Export(rounded={MIDDLE: "bfloat16"})), MIDDLE, dtype="bfloat16")
     assert verdict(EXPORTS, cast).findings == ()
@@ -352,7 +291,6 @@ def test_an_export_that_rounds():
     ("world", "shape", "cause"),
     [
         (2, (16, 4), "a state-dict hook changes its form"),
-        (2, (4, 4), "state_dict() returns a rank's own shard"),
         (4, (2, 4), "state_dict() returns a rank's own shard"),
     ],
 )
@@ -363,11 +301,7 @@ def test_an_export_of_another_shape(world, shape, cause):
     actual = f"shape {shape} in the gathered state dict"
     assert findings_of(found) == [(EMBEDDING, (0,), actual, "(8, 4), as in the reference", "")]
     assert found.findings[0].cause.startswith(cause)
-    if shape != (16, 4):
-        assert (found.findings[0].cause, found.findings[0].remedy) == (
-            cause,
-            "gather it: full_tensor(), or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
-        )
+    assert ("full_tensor()" in found.findings[0].remedy) == (shape != (16, 4))
 
 
 def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -> Evidence:
@@ -380,14 +314,6 @@ def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -
     ("evidence", "finding"),
     [
         (
-            resumed(healthy(), layers__0__weight=None),
-            (MIDDLE, (0, 1), "no optimizer state after loading", "momentum_buffer, as saved", ""),
-        ),
-        (
-            resumed(healthy(), (1,), layers__0__weight={"momentum_buffer": "zeros"}),
-            (MIDDLE, (1,), "different momentum_buffer after loading", "the saved optimizer state", ""),
-        ),
-        (
             resumed(healthy(), verifier__weight={"step": "1.0"}),
             (FROZEN, (0, 1), "optimizer state (step) after loading", "none, as saved", ""),
         ),
@@ -396,7 +322,7 @@ def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -
             (None, (1,), "0 parameter groups after loading", "1, as saved", ""),
         ),
     ],
-    ids=["lost", "changed on one rank", "additional", "fewer groups"],
+    ids=["additional", "fewer groups"],
 )
 def test_an_optimizer_that_is_not_restored(evidence, finding):
     assert findings_of(verdict(OPTIMIZER, evidence)) == [finding]
@@ -418,16 +344,10 @@ def test_a_copy_in_float32_that_is_rebuilt_from_its_parameter():
 
 def test_an_optimizer_without_any_loaded_state():
     names = {name.replace(".", "__"): None for name in healthy().continued[0].state}
-    found = verdict(OPTIMIZER, resumed(healthy(), **names)).findings
-    assert {finding.cause.split(":")[0] for finding in found} == {"no state is loaded"}
+    assert all(f.cause.startswith("no state is") for f in verdict(OPTIMIZER, resumed(healthy(), **names)).findings)
     # If only one rank has no state, the cause is another.
     found = verdict(OPTIMIZER, resumed(healthy(), (1,), **names)).findings
     assert not [finding for finding in found if finding.cause.startswith("no state is")]
-    # What train() of an optimizer with modes leaves before it is loaded.
-    empty = again(resumed(healthy(), **names), "resumed", empty_entries=True)
-    assert {f.cause.split(" when")[0] for f in verdict(OPTIMIZER, empty).findings} == {
-        "the optimizer's state has empty entries"
-    }
 
 
 def test_weights_of_training_in_a_checkpoint_are_noted():
@@ -467,7 +387,6 @@ def adam(evidence: Evidence, names: Collection[str], **changes: str) -> Evidence
             "float32",
         ),
         ({"step": "int64 () 3"}, "step in int64 after loading", "float32"),
-        ({"exp_avg": "float32 (6, 4) c"}, "different exp_avg after loading", "the saved optimizer state"),
         ({"step": "float32 () 0f0f"}, "different step after loading", "the saved optimizer state"),
     ],
 )
@@ -485,15 +404,6 @@ def test_optimizer_state_that_is_reset_and_cast():
     assert [f.actual for f in found] == ["step 0 after loading", "exp_avg in bfloat16 after loading"]
 
 
-def test_an_optimizer_with_another_learning_rate():
-    (found,) = verdict(OPTIMIZER, again(healthy(), "resumed", groups=({"lr": "0.2"},))).findings
-    assert (found.tensor, found.ranks, found.actual, found.expected, found.detail) == (
-        *(None, (0, 1), "lr=0.2 in the optimizer's group 0 after loading", "0.1, as saved"),
-        "",
-    )
-    assert found.cause.startswith("the settings of the groups are not saved, or they are overwritten after loading")
-
-
 def test_an_optimizer_without_state():
     found = verdict(OPTIMIZER, empty())
     assert found.status == "skipped"
@@ -503,10 +413,7 @@ def test_an_optimizer_without_state():
 @pytest.mark.parametrize(("ranks", "loss", "shown"), [((1,), 1.5, "1.5"), ((0, 1), NAN, "nan")])
 def test_losses_that_differ_after_resuming(ranks, loss, shown):
     found = verdict(RESUME, again(healthy(), "resumed", ranks, losses=(1.25, loss)))
-    expected = "1 within 1e-06, as in the uninterrupted run"
-    losses = f"losses of rank {ranks[0]}: 1.250000, {loss:.6f}; uninterrupted: 1.250000, 1.000000"
-    assert findings_of(found) == [(None, ranks, f"loss {shown} at step 1 after resuming", expected, losses)]
-    assert found.findings[0].cause.endswith("a module that resume() recreates, or a cached copy of a weight")
+    assert [(f.ranks, f.actual) for f in found.findings] == [(ranks, f"loss {shown} at step 1 after resuming")]
 
 
 def test_losses_that_differ_by_rounding_or_as_declared():
@@ -524,42 +431,6 @@ def test_what_save_rounds_does_not_explain_the_losses():
     assert (verdict(ROUND_TRIP, rounded).status, verdict(RESUME, rounded).status) == ("passed", "failed")
 
 
-UNRESTORED = (
-    "the losses differ (9 at step 0 after resuming, 1.25 uninterrupted), and so does the loaded {}, which the findings "
-    "of {} explain; fix those first"
-)
-
-
-@pytest.mark.parametrize(
-    ("evidence", "reason"),
-    [
-        (
-            again(
-                replace(healthy(), restored=(saved(head__weight="other"),) * 2),
-                "resumed",
-                losses=(9.0, 9.0),
-                model=saved(head__weight="other"),
-            ),
-            UNRESTORED.format("model", "dcp_round_trip"),
-        ),
-        (
-            again(resumed(healthy(), head__weight=None), "resumed", losses=(9.0, 9.0)),
-            UNRESTORED.format("optimizer", "optimizer_state_round_trip"),
-        ),
-    ],
-    ids=["weights", "momenta"],
-)
-def test_what_is_not_restored_explains_the_losses(evidence, reason):
-    assert (verdict(RESUME, evidence).status, verdict(RESUME, evidence).reason) == ("skipped", reason)
-
-
-def test_an_unrepeatable_load_explains_the_losses():
-    evidence = again(second_load(healthy(), ROTARY, digest="other"), "resumed", losses=(9.0, 9.0))
-    found = verdict(RESUME, evidence)
-    assert found.status == "skipped"
-    assert found.reason.endswith(f"which the findings of {REPEATABLE} explain; fix those first")
-
-
 @pytest.mark.parametrize(
     ("losses", "shown"), [((NAN, NAN), "nan, nan"), ((1.25, math.inf), "1.250000, inf"), ((1.25, NAN), "1.250000, nan")]
 )
@@ -571,14 +442,6 @@ def test_losses_that_are_not_finite_in_either_run_are_not_judged(losses, shown, 
     assert verdict(RESUME, again(endless, "resumed", losses=(1.25, 1.0))).status == "error"
 
 
-def test_wrong_names_in_the_model_are_reported_by_one_check():
-    called = f"module.{MIDDLE}"
-    evidence = keys(rename(healthy(), "module.", MIDDLE), layers__0__weight=called)
-    found = verdict(NAMES, evidence)
-    assert found.status == "skipped"
-    assert found.unjudged == {"names_match_reference": (MIDDLE, called)}
-
-
 def loaded_again(
     evidence: Evidence, tensors: dict[str, str], ranks: tuple[int, ...] = (0, 1), **facts: Any
 ) -> Evidence:
@@ -588,31 +451,11 @@ def loaded_again(
     return again(evidence, "restored_again", ranks, model=changed)
 
 
-def test_a_second_save_of_the_first_values():
-    evidence = loaded_again(healthy(), {MIDDLE: healthy().continued[0].model.tensors[MIDDLE]}, (1,))
-    assert findings_of(verdict(AGAIN, evidence)) == [
-        (MIDDLE, (1,), "the second save has the values of the first", "the current values", "")
-    ]
-
-
 def test_a_second_save_that_is_not_restored():
     evidence = loaded_again(healthy(), {MIDDLE: "other", HEAD: "overwritten"}, untouched=(HEAD,))
     assert findings_of(verdict(AGAIN, evidence)) == [
         (MIDDLE, (0, 1), "different values after loading the second save", SAVED, ""),
         (HEAD, (0, 1), "not restored from the second save: loading does not change it", SAVED, ""),
-    ]
-    broken_before = again(evidence, "restored", tensors=evidence.restored_again[0].model.tensors)
-    assert verdict(ROUND_TRIP, broken_before).status == "failed"
-    assert verdict(AGAIN, broken_before).status == "skipped"
-
-
-def test_a_second_save_of_the_first_momenta():
-    evidence = healthy()
-    state = evidence.saved_again[0].state
-    moved = {name: {"momentum_buffer": f"later {name}"} for name in state}
-    evidence = again(evidence, "saved_again", state=moved)
-    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", state={**moved, MIDDLE: state[MIDDLE]}))) == [
-        (MIDDLE, (0, 1), "the second save has the momentum_buffer of the first", "the optimizer's current state", "")
     ]
 
 
@@ -678,10 +521,6 @@ def test_a_training_that_changes_nothing_between_two_saves():
     runs = tuple(replace(run, losses=(math.nan, math.nan)) for run in evidence.continued)
     garbage = change(differ(replace(evidence, continued=runs), MIDDLE), MIDDLE, nan=12, poisoned=12)
     assert (found := verdict(AGAIN, garbage)).why == "depends on a failed check"
-    assert found.reason == (
-        "the losses between the two saves are not finite (nan, nan), which the findings of no_uninitialized_memory "
-        "explain; fix those first"
-    )
     assert (
         verdict(AGAIN, undeclared(replace(evidence, continued=runs), "reference", "values", why="no")).status == "error"
     )
@@ -692,13 +531,11 @@ def test_parameters_that_are_frozen_or_untied_by_resuming():
     same = again(again(healthy(), "continued", **before), "resumed", **before)
     assert verdict(RESUME, same).status == "passed"
     other = again(same, "resumed", (1,), frozen=(MIDDLE,), tied=(), losses=(9.0, 9.0))
-    untied = f"does not share storage with {EMBEDDING} after loading"
-    assert {*findings_of(verdict(RESUME, other))} == {
-        (FROZEN, (1,), "trainable after loading", "frozen, as before saving", ""),
-        (MIDDLE, (1,), "frozen after loading", "trainable, as before saving", ""),
-        (HEAD, (1,), untied, "tied to it, as before saving", ""),
+    assert {(f.tensor, f.ranks) for f in verdict(RESUME, other).findings} == {
+        (FROZEN, (1,)),
+        (MIDDLE, (1,)),
+        (HEAD, (1,)),
     }
-    assert len(verdict(RESUME, other).findings) == 3
 
 
 def test_modules_that_resuming_leaves_in_eval():

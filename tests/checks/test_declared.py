@@ -22,7 +22,6 @@ from tests.checks.evidence_factory import (
     drop,
     drop_reference,
     equal,
-    findings_of,
     from_checkpoint,
     healthy,
     in_slices,
@@ -87,9 +86,8 @@ def test_rows_that_are_not_drawn_have_to_be_equal():
 def test_drawn_values_have_to_be_finite():
     for value in (math.inf, math.nan):
         infinite = differ(healthy(), MIDDLE, [1], measure=replace(measured(12), actual=value))
-        assert findings_of(verdict(VALUES, declare(infinite, drawn=(MIDDLE,)))) == [
-            (MIDDLE, (1,), "values that are infinite or NaN", "finite: it is declared drawn", "")
-        ]
+        found = verdict(VALUES, declare(infinite, drawn=(MIDDLE,)))
+        assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(MIDDLE, (1,))]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +109,6 @@ def test_drawn_values_have_to_be_finite():
 def test_what_is_drawn_is_judged_otherwise(check, evidence, name, actual):
     found = verdict(check, declare(evidence, drawn=(MIDDLE,)))
     assert [(finding.tensor, finding.actual) for finding in found.findings] == [(name, actual)]
-
-
-def test_drawn_replicas_have_to_be_equal():
-    mesh = {"dp_replicate": 2, "dp_shard": 1}
-    apart = declare(differ(change(healthy(mesh=mesh), MIDDLE, [1], digest="other"), MIDDLE), drawn=(MIDDLE,))
-    found = verdict("replicas_equal", apart)
-    assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(MIDDLE, (1,))]
-    assert found.findings[0].cause.startswith("each rank initialised or computed it by itself, from a seed")
 
 
 def test_another_load_of_drawn_values_has_the_same_shapes():
@@ -173,27 +163,15 @@ def in_slice(evidence, *indices):
 def test_shares_of_the_loss_add_up():
     shares = with_losses(healthy(), *SHARES)
     found = verdict(PARITY, shares)
-    assert findings_of(found)[0][2:4] == ("loss 1 at step 0", "2 within 2e-05")
-    assert found.findings[0].remedy.endswith(
-        'micro-batches; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
-    )
+    assert found.findings[0].actual == "loss 1 at step 0"
     assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
 
 
 def test_a_step_that_divides_by_the_count_of_the_global_batch():
-    """The remedy is the one of grad_parity, whose gradients are halved as well."""
     shares = with_losses(healthy(), *SHARES)
-    shares = declare(shares, declared=shares.subject.declared | {"train_step"})
-    [finding] = verdict(PARITY, shares).findings
-    assert finding.cause == (
-        "the loss is 1/2 of the reference's in every step (2 is the number of data-parallel ranks): train_step divides "
-        "it by the count of the global batch, and the ranks' losses are averaged"
-    )
-    assert finding.remedy == (
-        "if grad_parity fails as well, multiply the loss by 2 before backward(), because gradients are averaged over "
-        "the data-parallel ranks; if only the returned number is wrong, multiply that; or declare "
-        'Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
-    )
+    [finding] = verdict(PARITY, declare(shares, declared=shares.subject.declared | {"train_step"})).findings
+    assert "train_step divides it by the count of the global batch" in finding.cause
+    assert finding.remedy.startswith("if grad_parity fails as well, multiply the loss by 2 before backward()")
 
 
 @pytest.mark.parametrize(("mesh", "parts"), [(TP, 1), (CP, 2), (FLATTENED, 2), (OWN_NAME, 2)])
@@ -211,28 +189,19 @@ def test_tensor_parallel_ranks_compute_one_share_together_and_those_of_a_sequenc
 def test_means_do_not_add_up(first, loss, multiple):
     means = declare(with_losses(healthy(), first, (2.5, 2.0, 1.5)), loss_over_ranks="sum")
     found = verdict(PARITY, means)
-    assert findings_of(found)[0][2:4] == (f"loss {loss} at step 0", "2 within 2e-05")
-    assert found.findings[0].cause == (
-        f"the sum of the ranks' losses is {multiple} the reference's in every step (2 is the number of data-parallel "
-        "ranks): the ranks' losses are means over their own rows, not shares of the global loss"
-    )
-    assert found.findings[0].remedy.startswith('declare Subject(loss_over_ranks="mean") (the default)')
+    assert found.findings[0].actual == f"loss {loss} at step 0"
+    assert found.findings[0].cause.startswith(f"the sum of the ranks' losses is {multiple} the reference's")
 
 
 def test_global_losses_do_not_add_up():
     (finding,) = verdict(PARITY, declare(healthy(), loss_over_ranks="sum")).findings
-    assert (finding.cause.rpartition(": ")[2], finding.remedy) == (
-        "each rank's loss is the global loss itself, not a share of it",
-        'declare Subject(loss_over_ranks="same")',
-    )
+    assert finding.cause.endswith("each rank's loss is the global loss itself, not a share of it")
+    assert finding.remedy == 'declare Subject(loss_over_ranks="same")'
 
 
 def test_averaged_gradients_of_losses_that_add_up():
     shares = declare(with_losses(healthy(), *SHARES), loss_over_ranks="sum")
     (finding,) = verdict("grad_parity", remeasured(shares, MIDDLE, 0.5)).findings
-    assert finding.cause.startswith(
-        "divided once too often (2 is the number of data-parallel ranks): the ranks' losses"
-    )
     assert finding.remedy.startswith("call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root")
 
 
@@ -240,12 +209,7 @@ def test_every_rank_returns_the_same_loss_if_declared():
     own = with_losses(healthy(), (1.0, 1.5, 1.25), (3.0, 1.5, 1.25))
     assert verdict(PARITY, own).status == "passed"
     found = verdict(PARITY, declare(own, loss_over_ranks="same"))
-    assert findings_of(found) == [
-        (
-            *(None, (1,), "loss 3 at step 0", "1, as on rank 0, because every rank returns the global loss"),
-            "losses 3.000000, 1.500000, 1.250000; rank 0 1.000000, 1.500000, 1.250000",
-        )
-    ]
+    assert [(f.ranks, f.actual) for f in found.findings] == [((1,), "loss 3 at step 0")]
     assert verdict(PARITY, declare(healthy(), loss_over_ranks="same")).status == "passed"
 
 
@@ -350,10 +314,7 @@ def test_all_experts_on_every_rank_are_not_sharded():
 
 def test_torch_cannot_clip_what_some_ranks_have():
     evidence = with_experts()
-    assert verdict("grad_norm_parity", evidence).reason == (
-        "torch cannot compute the norm of these gradients (experts.0.weight and 1 more on some ranks only); declare "
-        "Subject(clip_grad_norm=<callable>) with the function that your training uses, if there is one"
-    )
+    assert "(experts.0.weight and 1 more on some ranks only)" in verdict("grad_norm_parity", evidence).reason
     own = declare(evidence, declared=evidence.subject.declared | {"clip_grad_norm"})
     assert verdict("grad_norm_parity", own).status == "passed"
 

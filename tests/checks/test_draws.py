@@ -201,11 +201,7 @@ def with_spread(factor: float) -> Evidence:
 
 
 def test_the_spread_of_a_shards_fan_is_a_finding():
-    detail = "standard deviation 1.41 instead of 1: 1.41 times, as the shard with shape (64, 16) gives it instead of "
-    actual = "a standard deviation that fits a tensor of the shard's shape"
-    expected = "one that fits the whole tensor, as in the reference"
-    found = verdict(ID, with_spread(2**0.5))
-    assert findings_of(found) == [(MIDDLE, (0, 1), actual, expected, f"{detail}(64, 32)")]
+    assert [(f.tensor, f.ranks) for f in verdict(ID, with_spread(2**0.5)).findings] == [(MIDDLE, (0, 1))]
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.5, 0.9, 1.0, 1.25, 1.7, 2.5])
@@ -253,14 +249,6 @@ def test_the_error_rate_is_divided_by_the_number_of_tests():
     assert wrong_fan(measured, fans, tests=1000) is None
     assert not can_tell(measured, fans, tests=1)
     assert can_tell(replace(measured, error=0.08), fans, tests=1)
-
-
-def test_replicas_that_drew_differently_are_left_to_replicas_equal():
-    mesh = {"dp_replicate": 2, "dp_shard": 2}
-    evidence = drew(healthy(mesh=mesh), MIDDLE)
-    evidence = change(evidence, MIDDLE, [2], digest="other bits")
-    found = verdict(ID, evidence)
-    assert (found.findings, found.unjudged) == ((), {"replicas_equal": (MIDDLE,)})
 
 
 def test_a_drawn_weight_that_every_rank_holds_whole_has_no_parts():

@@ -27,7 +27,6 @@ EXPORTS = "full_state_dict_exports"
 OTHER = Comparison(
     MIDDLE, False, elements=12, differing=12, max_abs=1.0, max_rel=0.5, index=(3, 0), expected=2.0, actual=1.0
 )
-NUMBERS = "12 of 12 elements differ, first at [3, 0]: 1, but should be 2"
 
 
 def assembled(evidence: Evidence, changed: dict[int, ExportedPart] | None = None, **facts: Any) -> Evidence:
@@ -49,16 +48,6 @@ def test_right_parts_pass(world):
     assert verdict(EXPORTS, assembled(healthy(world))).status == "passed"
 
 
-@pytest.mark.parametrize(("world", "ranks"), [(2, (1,)), (4, (0, 1, 2, 3))])
-def test_a_part_with_other_values_is_one_finding(world, ranks):
-    found = verdict(EXPORTS, assembled(healthy(world), on(*ranks)))
-    assert findings_of(found) == [(MIDDLE, ranks, "different values in the exported part", "the reference's", NUMBERS)]
-    assert found.findings[0].cause == (
-        "state_dict() or a state-dict hook returns the blocks in another order or transposed, a copy that is not "
-        "current, or the part of another rank"
-    )
-
-
 def test_a_part_of_another_shape():
     turned = Comparison(MIDDLE, False, problem="shape (4, 3)", should_be="(6, 4), as in the reference", shape=(4, 3))
     assert findings_of(verdict(EXPORTS, assembled(healthy(), on(1, comparison=turned)))) == [
@@ -70,21 +59,9 @@ def test_a_part_that_rounds():
     cast = replace(OTHER, cast=True, max_rel=2.0**-8)
     evidence = assembled(healthy(), on(1, comparison=cast, rounded="bfloat16"))
     found = verdict(EXPORTS, evidence)
-    assert findings_of(found) == [
-        (MIDDLE, (1,), "bfloat16 in the exported part, which rounds its values", "float32, as on the ranks", "")
-    ]
-    assert "if a smaller checkpoint is intended, skip this check" in found.findings[0].remedy
+    assert [(f.tensor, f.ranks) for f in found.findings] == [(MIDDLE, (1,))]
     # The loader itself holds the tensor in that dtype, which other checks judge.
     assert verdict(EXPORTS, change(evidence, MIDDLE, dtype="bfloat16")).findings == ()
-
-
-def test_elements_that_no_rank_exports():
-    found = verdict(EXPORTS, assembled(healthy(), absent=12, index=(3, 0), lacking=(1,)))
-    detail = "12 of 24 elements, first at [3, 0]"
-    assert findings_of(found) == [(MIDDLE, (1,), "this part is in no rank's state dict", "exported", detail)]
-    assert found.findings[0].cause == (
-        "state_dict() leaves the tensor out on these ranks, as if another rank had gathered it"
-    )
 
 
 def test_elements_that_ranks_export_with_different_values():

@@ -17,9 +17,7 @@ from tests.checks.evidence_factory import (
     declare,
     drop,
     empty,
-    findings_of,
     healthy,
-    left_out,
     on_ranks,
     place,
     verdict,
@@ -66,16 +64,6 @@ def test_shards_that_explain_their_storage_pass(evidence):
     assert verdict(KEPT, evidence).status == "passed"
 
 
-def test_a_full_storage_behind_a_shard():
-    full = 4096 * 16 * WIDTH
-    found = verdict(KEPT, kept(stored(), "a.weight", full))
-    rotary = 2 * WIDTH + WIDTH  # and the counter
-    detail = f"rank 0 keeps {WHOLE // 2 + full // 2 + rotary} bytes in total; its tensors need {WHOLE // 2 + rotary}"
-    assert findings_of(found) == [
-        ("a.weight", (0, 1), f"a storage of {full} bytes behind its shard", f"{full // 2} bytes", detail)
-    ]
-
-
 def test_small_excesses_of_many_shards_add_up():
     small = {f"layers.{number}.weight": (8, 8) for number in range(8)}
     evidence = stored(parameters=small)
@@ -84,10 +72,6 @@ def test_small_excesses_of_many_shards_add_up():
         evidence = kept(evidence, name, 256)
     found = verdict(KEPT, evidence)
     assert [finding.tensor for finding in found.findings] == [*small]
-    assert findings_of(found)[0] == (
-        *("layers.0.weight", (0, 1), "a storage of 256 bytes behind its shard", "128 bytes"),
-        "rank 0 keeps 2060 bytes in total; its tensors need 1036",
-    )
 
 
 def test_a_full_storage_on_one_rank():
@@ -120,8 +104,7 @@ def test_a_model_without_sharded_parameters(evidence):
 
 def test_a_tensor_that_differs_between_ranks_is_not_judged_again():
     evidence = change(kept(stored(), "a.weight", 10**7), "a.weight", [1], dtype="bfloat16")
-    found = verdict(KEPT, evidence)
-    assert (found.status, found.reason) == ("skipped", left_out("same_manifest_on_every_rank", "a.weight"))
+    assert verdict(KEPT, evidence).unjudged == {"same_manifest_on_every_rank": ("a.weight",)}
 
 
 ELEMENTS, LARGEST = WHOLE // WIDTH, 4096 * 16 * WIDTH
@@ -148,13 +131,6 @@ def measured(*memory, world=4, **declared):
 )
 def test_a_few_tensors_at_a_time_pass(evidence):
     assert verdict(PEAK, evidence).status == "passed"
-
-
-def test_the_whole_model_on_every_rank():
-    found = verdict(PEAK, measured(RankMemory(host=WHOLE + 100, whole=ELEMENTS)))
-    detail = f"rank 0 held up to {WHOLE + 100} bytes; the model has {WHOLE} bytes, of which the rank keeps {WHOLE // 4}"
-    expected = "a few full tensors at a time besides the shards"
-    assert findings_of(found) == [(None, (0, 1, 2, 3), "held as a whole while loading", expected, detail)]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +163,7 @@ def test_another_rank_than_declared():
 )
 def test_the_remedy_names_the_ranks_that_hold_the_model(memory, declared, suggested):
     [finding] = verdict(PEAK, measured(*memory, whole_while_loading=declared)).findings
-    assert finding.remedy == (
-        "build the model on meta, shard it, call to_empty(), then read only the rank's own slices; or declare it as "
-        f"intended: Subject(whole_while_loading={suggested})"
-    )
+    assert finding.remedy.endswith(f"Subject(whole_while_loading={suggested})")
 
 
 def test_memory_that_may_be_copies_of_shards_is_not_judged():

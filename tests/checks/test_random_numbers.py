@@ -38,9 +38,6 @@ def by_token(evidence: Evidence) -> Evidence:
 def test_one_seed_for_different_rows():
     [finding] = verdict(FOLLOW, redrawn(healthy(4), **ONE_SEED)).findings
     assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1, 2, 3))
-    assert finding.actual == "draws the same random numbers for different rows"
-    assert finding.detail == "bernoulli_ of 4x8 elements, first on ranks 0, 1"
-    assert "seeded alike" in finding.cause
     # One seed for the shards of each replica.
     [finding] = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0")).findings
     assert finding.ranks == (0, 2)
@@ -53,22 +50,6 @@ def test_one_seed_in_each_step(ranks):
     [finding] = verdict(FOLLOW, replace(healthy(ranks), training_mode=tuple(steps))).findings
     assert (finding.tensor, finding.ranks) == (DROPOUT, tuple(range(ranks)))
     assert finding.actual == "draws the same random numbers in each step"
-
-
-def test_many_modules_make_one_finding():
-    evidence = redrawn(healthy(), **ONE_SEED)
-    steps = evidence.training_mode or ()
-    more = (replace(step, draws=(*step.draws, replace(step.draws[0], module="last"))) for step in steps)
-    [finding] = verdict(FOLLOW, replace(evidence, training_mode=tuple(more))).findings
-    assert finding.tensor == DROPOUT
-    assert finding.detail.endswith("first on ranks 0, 1; so does 1 other module")
-
-
-@pytest.mark.parametrize("mesh", [{"tp": 2}, MIXED])
-def test_other_numbers_for_one_activation(mesh):
-    [finding] = verdict(FOLLOW, redrawn(healthy(mesh=mesh), [1], state="one number later")).findings
-    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1))
-    assert finding.actual == "draws different random numbers for the same activation"
 
 
 def test_tensor_parallel_ranks_with_other_parts_may_draw_anything():
@@ -117,13 +98,6 @@ def test_ranks_that_may_draw_anything(evidence):
     assert (found.status, found.findings) == ("skipped", ())
 
 
-def test_how_training_seeds_may_be_unknown():
-    found = verdict(FOLLOW, redrawn(healthy(), **UNSEEDED))
-    assert (found.status, found.why) == ("skipped", "not applicable")
-    assert found.reason.startswith("how training seeds the ranks is unknown")
-    assert "torch.manual_seed(seed + <index of the data-parallel slice>)" in found.reason
-
-
 def test_a_seed_of_building_the_reference_says_nothing_about_training():
     evidence = redrawn(with_reference(healthy(), seed=42), **ONE_SEED)
     assert verdict(FOLLOW, evidence).status == "skipped"
@@ -160,21 +134,6 @@ def test_a_meta_parameter_explains_a_step_that_fails():
     assert verdict(FOLLOW, evidence).status == "error"
     found = verdict(FOLLOW, change(evidence, HEAD, device="meta", storage=None, digest=None))
     assert (found.status, found.why) == ("skipped", "depends on a failed check")
-
-
-@pytest.mark.parametrize(
-    ("after", "seed", "actual"),
-    [
-        ("state of rank 0", 0, "the random state of rank 0 (generator of the CPU) after resuming"),
-        ("loaded on rank 1", 1, "the random state (generator of the CPU) is not restored: resume() does not change it"),
-        ("advanced", 1, "another random state (generator of the CPU) after resuming"),
-    ],
-)
-def test_a_random_state_that_is_not_the_ranks_own(after, seed, actual):
-    found = verdict(RESUME, with_random_state(healthy(), [1], after=after, seed=seed))
-    [finding] = found.findings
-    assert (finding.tensor, finding.ranks, finding.actual) == (None, (1,), actual)
-    assert finding.expected == "the one that the rank had when it saved"
 
 
 def test_save_may_draw_before_or_after_it_takes_the_state():

@@ -14,10 +14,8 @@ from tests.checks.evidence_factory import (
     MIDDLE,
     change,
     declare,
-    drop,
     findings_of,
     healthy,
-    left_out,
     parameter,
     place,
     undeclared,
@@ -26,13 +24,11 @@ from tests.checks.evidence_factory import (
 
 TILE = "shards_tile_the_tensor"
 HSDP, TWO_D = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
-ONE_MESH = "ranks created their own meshes, in which two ranks have the same coordinate or some have none"
 
 
 @pytest.mark.parametrize(
     ("mesh", "placements", "shape"),
     [
-        ({"dp_shard": 4}, ("S(0)",), (5, 2)),
         ({"dp_shard": 4}, ("S(0)",), (1, 2)),
         ({"dp_shard": 4}, ("S(0)",), (0, 2)),
         ({"dp_shard": 2}, ("S(0)",), (1, 4)),
@@ -136,10 +132,6 @@ ONE_ROW = place(healthy(), MIDDLE, {"dp_shard": 2}, "S(0)", shape=(1, 4))
 def test_ranks_at_the_coordinate_of_others(evidence, ranks, actual, expected):
     found = verdict(TILE, evidence)
     assert findings_of(found) == [(MIDDLE, ranks, actual, f"shards that cover {expected}", "")]
-    assert (found.findings[0].cause, found.findings[0].remedy) == (
-        ONE_MESH,
-        "create one mesh of all ranks, in the same order on every rank",
-    )
 
 
 def outside(evidence, rank, local_shape=(0,)):
@@ -164,21 +156,6 @@ def test_a_shard_whose_size_does_not_match_its_placements():
         (MIDDLE, (3,), "local shape (1, 4)", "(0, 4), as its placements imply", ""),
     ]
     assert found.findings[0].cause.startswith("the shard's size does not match its placements")
-
-
-@pytest.mark.parametrize(
-    ("evidence", "by"),
-    [
-        (drop(healthy(), MIDDLE, [1]), "same_manifest_on_every_rank"),
-        (change(healthy(), MIDDLE, shape=(12, 4)), "shapes_match_reference"),
-        (place(healthy(), MIDDLE, {}), "nothing_left_unsharded"),
-        (declare(healthy(), unsharded=(MIDDLE,)), "unsharded_modules_stay_whole"),
-        (declare(healthy(), placements={MIDDLE: ("S(1)",)}), "dtensor_placements"),
-    ],
-)
-def test_tensors_that_already_failed_are_not_judged_again(evidence, by):
-    found = verdict(TILE, evidence)
-    assert (found.status, found.reason) == ("skipped", left_out(by, MIDDLE))
 
 
 def test_each_pattern_of_shards_is_analysed_once(monkeypatch):
