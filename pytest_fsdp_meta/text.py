@@ -1,4 +1,4 @@
-"""Format ranks, names and counts for messages."""
+"""Format ranks, names and counts for messages, and group what they have in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import TypeVar
 
+K = TypeVar("K")
+V = TypeVar("V")
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])(0|[1-9][0-9]{0,17})(?![A-Za-z0-9_])")
 """A number between separators; not ``007``, which would be written back as 7, nor more digits than Python converts."""
 QUANTITY = re.compile(r"[-+]?\d[\d.]*(?:e[-+]?\d+)?")
@@ -20,6 +23,14 @@ LINES = "\n\t"
 """What ``printable`` keeps of a text of several lines."""
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components that torch's wrappers insert and the names of an unwrapped reference lack."""
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return each key with its values, in the order in which the keys come first."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

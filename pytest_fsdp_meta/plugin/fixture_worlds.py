@@ -14,7 +14,7 @@ from pytest_fsdp_meta.plugin import _pytest_private
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.rank_io.listener import RankListener
 from pytest_fsdp_meta.plugin.xdist_workers import Devices
-from pytest_fsdp_meta.text import name_ranks
+from pytest_fsdp_meta.text import grouped, name_ranks
 from pytest_fsdp_meta.worlds import Engine, Lease, Pool, RankFailure, World, WorldError, WorldSpec
 
 PATIENCE = 5.0
@@ -207,13 +207,12 @@ def _exception_for(error: WorldError) -> BaseException:
 
 
 def _describe_disagreement(error: WorldError) -> str:
-    by_outcome: dict[str, list[RankFailure]] = {}
-    for failure in error.failures:
-        reason = f" ({failure.message})" if failure.message else ""
-        by_outcome.setdefault(UNANIMOUS_OUTCOMES[failure.exception] + reason, []).append(failure)
-    parts = [
-        f"{name_ranks(failure.rank for failure in failures)} {outcome}" for outcome, failures in by_outcome.items()
-    ]
+
+    def outcome(failure: RankFailure) -> str:
+        return UNANIMOUS_OUTCOMES[failure.exception] + (f" ({failure.message})" if failure.message else "")
+
+    by_outcome = grouped((outcome(failure), failure.rank) for failure in error.failures)
+    parts = [f"{name_ranks(ranks)} {outcome}" for outcome, ranks in by_outcome.items()]
     others = set(range(len(error.outputs))) - {failure.rank for failure in error.failures}
     if others:
         parts.append(f"{name_ranks(others)} did not")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_fsdp_meta.reports.history import describe_moment, name_of, repeated_in, run_of
@@ -21,7 +21,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.story import describe_counts_of, describe_failures, explain_pass
 from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
-from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, grouped, printable, without_numbers
 
 SLOWER = 1.5
 """A load is reported as slower if it takes this many times as long as before, ..."""
@@ -300,15 +300,10 @@ def describe_verdict(comparison: Comparison) -> str:
     return f"{comparison.describe_numbers() or 'no changes'} since {since}{which}"
 
 
-def _describe_changes(changes: Iterable[Change | str]) -> Iterator[str]:
+def _describe_changes(changes: Sequence[Change | str]) -> Iterator[str]:
     """Yield a line for each loader with changes of its checks."""
-    groups: dict[str, list[Change]] = {}
-    for change in changes:
-        if isinstance(change, str):
-            yield printable(change)
-        else:
-            groups.setdefault(change.loader, []).append(change)
-    for loader, group in groups.items():
+    yield from (printable(change) for change in changes if isinstance(change, str))
+    for loader, group in grouped((one.loader, one) for one in changes if not isinstance(one, str)).items():
         first, *others = (change.check for change in group)
         more = f", {first_of(others, MOST_CHECKS - 1)}" if others else ""
         yield f"{printable(loader)}: {first}{_describe_reason(group[0])}{more}"

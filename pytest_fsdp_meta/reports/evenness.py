@@ -12,6 +12,7 @@ from pytest_fsdp_meta.checks.structure.facts import Dims
 from pytest_fsdp_meta.checks.training.facts import RankTraining
 from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, WorldFacts
 from pytest_fsdp_meta.reports.schema import Evenness
+from pytest_fsdp_meta.text import grouped
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ def _uneven_worlds(
 ) -> Iterator[Evenness]:
     """Yield the smallest uneven world by another size of one mesh dimension, for each that shards something."""
     even = not any(one.size % one.parts for one in sharded)
-    by_dimension: dict[object, list[tuple[_ShardedDim, int]]] = {}
-    for one in sharded:
-        for index in one.over:
-            by_dimension.setdefault(one.mesh[index][0] or index, []).append((one, index))
+    by_dimension = grouped((one.mesh[index][0] or index, (one, index)) for one in sharded for index in one.over)
     for divided in by_dimension.values():
         # What the other dimensions of the mesh divide into, and the dim itself.
         shares = [(one, one.parts // one.mesh[index][1]) for one, index in divided]
@@ -81,10 +79,7 @@ def _sharded_dims(tensor: TensorFacts) -> Iterator[_ShardedDim]:
     """Yield each dim of a parameter that the mesh shards."""
     if tensor.mesh is None or tensor.kind != "parameter":
         return
-    over: dict[int, list[int]] = {}
-    for index, placement in enumerate(tensor.placements or ()):
-        dim = sharded_dim(placement)
-        if dim is not None and tensor.shape[dim]:
-            over.setdefault(dim, []).append(index)
+    over = grouped((sharded_dim(placement), index) for index, placement in enumerate(tensor.placements or ()))
     for dim, indices in over.items():
-        yield _ShardedDim(tensor.name, dim, tensor.shape[dim], tensor.mesh.pairs, tuple(indices))
+        if dim is not None and tensor.shape[dim]:
+            yield _ShardedDim(tensor.name, dim, tensor.shape[dim], tensor.mesh.pairs, tuple(indices))

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.reports.schema import (
     Report,
 )
 from pytest_fsdp_meta.reports.terminal import shorten_list
-from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, grouped, printable, without_numbers
 
 MOST_RUNS = 14
 """Runs that a history has, with the one that it belongs to."""
@@ -191,9 +191,7 @@ def starts_of(check: CheckRecord) -> dict[EarlierRun, list[FindingRecord]]:
     history = check.history
     if history is None or history.broken_since is None:
         return {}
-    starts: dict[EarlierRun, list[FindingRecord]] = {}
-    for finding in check.findings:
-        starts.setdefault(finding.since or history.broken_since, []).append(finding)
+    starts = grouped((finding.since or history.broken_since, finding) for finding in check.findings)
     starts = starts or {history.reason_since or history.broken_since: []}
     return dict(sorted(starts.items(), key=lambda item: time_of(item[0])))
 

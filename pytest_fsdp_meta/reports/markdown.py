@@ -18,7 +18,6 @@ from pytest_fsdp_meta.reports.story import (
     describe_counts_of,
     describe_reasons,
     describe_result,
-    is_crashed,
     state_of,
     stories_of,
     with_starts,
@@ -103,7 +102,7 @@ def _row(loader: LoaderRecord) -> str:
     counts = count_kinds([loader])
     numbers = [*(counts[status] for status in COLUMNS), how_many(counts, ("skipped", *SKIPS))]
     shown: list[object] = [*numbers, counts.total() - sum(numbers)]
-    if is_crashed(loader):
+    if loader.is_crashed:
         shown[COLUMNS.index("error")] = "crashed"
     world = escaped(str(loader.world)) if loader.world.size else ""
     seconds = sum(check.seconds for check in loader.checks)

@@ -348,6 +348,11 @@ class LoaderRecord:
     loads: int = 1
     """How often the loader has run: a rerun of an item, as by pytest-rerunfailures, runs it again."""
 
+    @property
+    def is_crashed(self) -> bool:
+        """Whether all errors of its checks are one."""
+        return bool(self.error)
+
 
 @dataclass(frozen=True)
 class CatalogueRecord:

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.reports.schema import (
     is_bad,
 )
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
-from pytest_fsdp_meta.text import counted, first_of, printable, without_numbers, without_occasion
+from pytest_fsdp_meta.text import counted, first_of, grouped, printable, without_numbers, without_occasion
 
 REMOVE = "remove it from xfail"
 CRASH, FINDING, ERROR, STRICT, UNEXPECTED_PASS = "crash", "finding", "error", "strict", "unexpected pass"
@@ -112,11 +112,13 @@ class Story:
 
     def describe_places(self, with_detail: bool = True) -> list[str]:
         """Return a line such as "CHECK in LOADERS: FINDINGS" for each check, with all loaders where it failed alike."""
-        alike: dict[tuple[str, str], list[str]] = {}
-        for place in self.places:
+
+        def describe(place: Occurrence) -> tuple[str, str]:
             checks = f"{first_of([check.check for check in place.checks])} in " if self.kind != CRASH else ""
             found = f": {describe_findings(place.findings, place.kinds, with_detail)}" if place.findings else ""
-            alike.setdefault((checks, found), []).append(place.loader.loader)
+            return checks, found
+
+        alike = grouped((describe(place), place.loader.loader) for place in self.places)
         return [f"{checks}{first_of(where, MOST_LOADERS)}{found}" for (checks, found), where in alike.items()]
 
     @property
@@ -139,14 +141,9 @@ class Story:
         return f"{first.check}: no cause is known"
 
 
-def is_crashed(loader: LoaderRecord) -> bool:
-    """Return whether the loader crashed, so that all its errors are one."""
-    return bool(loader.error)
-
-
 def is_failing(loader: LoaderRecord) -> bool:
     """Return whether the loader crashed or has a failure of any kind."""
-    return is_crashed(loader) or is_bad([loader])
+    return loader.is_crashed or is_bad([loader])
 
 
 def explain_pass(reason: str, check: str = "") -> str:
@@ -156,11 +153,8 @@ def explain_pass(reason: str, check: str = "") -> str:
 
 def _errors_by_reason(loader: LoaderRecord) -> dict[str, list[CheckRecord]]:
     """Return reason -> the checks with this error. Most often all checks of a loader share one reason."""
-    reasons: dict[str, list[CheckRecord]] = {}
-    for check in loader.checks:
-        if check.status == "error" and not check.findings:
-            reasons.setdefault(check.reason, []).append(check)
-    return reasons
+    errors = (check for check in loader.checks if check.status == "error" and not check.findings)
+    return grouped((check.reason, check) for check in errors)
 
 
 def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
@@ -169,7 +163,7 @@ def describe_failures(loaders: Sequence[LoaderRecord], missing: int = 0) -> str:
     A crash is one failure of its loader, and an error that several checks of a loader share is one error, as in
     pytest's own summary. ``missing`` loaders are those that an earlier run had.
     """
-    others = [loader for loader in loaders if not is_crashed(loader)]
+    others = [loader for loader in loaders if not loader.is_crashed]
     with_findings = [check for one in others for check in one.checks if check.status == "error" and check.findings]
     errors = sum(len(_errors_by_reason(loader)) for loader in others) + len(with_findings)
     counts = count_kinds(loaders)
@@ -232,19 +226,16 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
         key = kind, cause if kind in (FINDING, STRICT) else without_numbers(without_occasion(cause)), remedy, check
         groups.setdefault(key, []).append((cause, place))
 
-    for loader in filter(is_crashed, loaders):
-        add(
-            CRASH,
-            loader.error,
-            "",
-            Occurrence(loader, tuple(check for check in loader.checks if check.status == "error")),
-        )
+    for loader in loaders:
+        if loader.is_crashed:
+            errors = tuple(check for check in loader.checks if check.status == "error")
+            add(CRASH, loader.error, "", Occurrence(loader, errors))
     for loader in loaders:
         for check in loader.checks:
             for (cause, remedy), found in by_cause(check.findings if check.status in FAILED else ()).items():
                 add(FINDING, cause, remedy, Occurrence(loader, (check,), tuple(found)))
     for loader in loaders:
-        if not is_crashed(loader):
+        if not loader.is_crashed:
             for reason, checks in _errors_by_reason(loader).items():
                 add(ERROR, reason, "", Occurrence(loader, tuple(checks)))
     for loader in loaders:
@@ -260,15 +251,15 @@ def stories_of(loaders: Sequence[LoaderRecord]) -> list[Story]:
 
 def describe_reasons(loaders: Sequence[LoaderRecord], status: str) -> Iterator[str]:
     """Yield "CHECKS in LOADERS: REASON" for each reason why checks have this status."""
-    by_reason: dict[str, dict[str, dict[str, None]]] = {}
-    for loader in loaders:
-        for check in loader.checks:
-            if check.status == status:
-                by_reason.setdefault(check.reason, {}).setdefault(loader.loader, {})[check.check] = None
-    for reason, found in by_reason.items():
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for name, checks in found.items():
-            alike.setdefault(tuple(checks), []).append(name)
+    by_reason = grouped(
+        (check.reason, (loader.loader, check.check))
+        for loader in loaders
+        for check in loader.checks
+        if check.status == status
+    )
+    for reason, pairs in by_reason.items():
+        found = {name: dict.fromkeys(checks) for name, checks in grouped(pairs).items()}
+        alike = grouped((tuple(checks), name) for name, checks in found.items())
         where = (f"{first_of(checks, MOST_NAMED)} in {first_of(names, MOST_NAMED)}" for checks, names in alike.items())
         yield printable(f"{'; '.join(where)}: {reason}")
 

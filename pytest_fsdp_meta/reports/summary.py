@@ -34,7 +34,7 @@ from pytest_fsdp_meta.reports.schema import (
     TracedStep,
     Traffic,
 )
-from pytest_fsdp_meta.text import as_bytes, first_of
+from pytest_fsdp_meta.text import as_bytes, first_of, grouped
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -70,14 +70,13 @@ def _hidden(evidence: Evidence) -> dict[str, tuple[str, ...]]:
         return {}
     drawn, first = evidence.subject.drawn, evidence.inventory[0]
     loaded = [t for t in first.tensors if t.kind == "parameter" and t.name not in drawn and t.numel > 1]
-    holders: dict[object, set[str]] = {}
-    for tensor in loaded:
-        holders.setdefault(_bits(tensor), set()).add(tensor.name)
+    holders = grouped((_bits(tensor), tensor.name) for tensor in loaded)
+    vectors = [t for t in loaded if len(t.shape) == 1]
     equal = [
         t.name
-        for t in loaded
-        if len(t.shape) == 1
-        and (holders[_bits(t)] - first.tied_with.get(t.name, {t.name}) or _same_on_another_rank(t, evidence.inventory))
+        for t in vectors
+        if set(holders[_bits(t)]) - first.tied_with.get(t.name, {t.name})
+        or _same_on_another_rank(t, evidence.inventory)
     ]
     square = [
         f"{t.name} {t.shape}"
@@ -100,10 +99,9 @@ def _same_on_another_rank(tensor: TensorFacts, inventory: Sequence[RankInventory
 
 def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
     # Ranks that disagree about the shape of a tensor get one record per shape, and so one drawing each.
-    groups: dict[tuple[object, ...], list[tuple[RankInventory, TensorFacts]]] = {}
-    for rank in inventory:
-        for tensor in rank.tensors:
-            groups.setdefault((tensor.name, tensor.shape, tensor.flat), []).append((rank, tensor))
+    groups = grouped(
+        ((tensor.name, tensor.shape, tensor.flat), (rank, tensor)) for rank in inventory for tensor in rank.tensors
+    )
     for held in groups.values():
         first_rank, first = held[0]
         yield TensorRecord(
@@ -122,9 +120,9 @@ def _tensors(inventory: Iterable[RankInventory]) -> Iterable[TensorRecord]:
 
 def _pieces(held: Iterable[tuple[RankInventory, TensorFacts]]) -> Iterable[Piece]:
     """Yield one piece for all ranks that hold the same part, in the order of their first ranks."""
-    ranks: dict[Piece, list[int]] = {}
-    for rank, tensor in held:
-        piece = Piece(
+
+    def piece(rank: RankInventory, tensor: TensorFacts) -> Piece:
+        return Piece(
             ranks=(),
             regions=tensor.regions,
             device="" if tensor.device == rank.device else tensor.device,
@@ -133,9 +131,9 @@ def _pieces(held: Iterable[tuple[RankInventory, TensorFacts]]) -> Iterable[Piece
             poisoned=tensor.poisoned,
             nan=tensor.nan,
         )
-        ranks.setdefault(piece, []).append(rank.rank)
-    for piece, holders in ranks.items():
-        yield replace(piece, ranks=tuple(holders))
+
+    for part, holders in grouped((piece(rank, tensor), rank.rank) for rank, tensor in held).items():
+        yield replace(part, ranks=tuple(holders))
 
 
 def _curves(evidence: Evidence) -> Curves | None:
@@ -229,9 +227,7 @@ def _group_ranks(
         [begin([*forward, *backward], rank) is None for rank in range(size)],
     ]
     for by_rank in keys:
-        groups: dict[Hashable, list[int]] = {}
-        for rank, key in enumerate(by_rank):
-            groups.setdefault(key, []).append(rank)
+        groups = grouped((key, rank) for rank, key in enumerate(by_rank))
         if len(groups) <= MOST_COLUMNS:
             break
     return tuple(map(tuple, groups.values()))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict, describe_left_out
 from pytest_fsdp_meta.reports.schema import FindingRecord
-from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks, printable, without_numbers
+from pytest_fsdp_meta.text import counted, first_of, fold_names, grouped, name_ranks, printable, without_numbers
 
 MOST_LINES = 20
 """Lines of one list."""
@@ -99,10 +99,7 @@ def describe_mismatch(found: Finding | FindingRecord) -> str:
 
 def by_cause(findings: Iterable[Found]) -> dict[tuple[str, str], list[Found]]:
     """Return (cause, remedy) -> the findings with this cause, in the order in which the judge reported them."""
-    groups: dict[tuple[str, str], list[Found]] = {}
-    for finding in findings:
-        groups.setdefault((finding.cause, finding.remedy), []).append(finding)
-    return groups
+    return grouped(((finding.cause, finding.remedy), finding) for finding in findings)
 
 
 def origins(findings: Iterable[Found]) -> tuple[str, ...]:
@@ -115,12 +112,13 @@ def group_similar(findings: Iterable[Found], but_numbers: bool = False) -> list[
 
     Findings about the whole model have groups of their own.
     """
-    groups: dict[tuple[object, ...], list[Found]] = {}
-    for finding in findings:
+
+    def alike(finding: Found) -> object:
         text = describe_mismatch(finding)
-        alike = without_numbers(text) if but_numbers and finding.tensor is not None else text
-        groups.setdefault((finding.tensor is None, alike, finding.ranks), []).append(finding)
-    return list(groups.values())
+        text = without_numbers(text) if but_numbers and finding.tensor is not None else text
+        return finding.tensor is None, text, finding.ranks
+
+    return list(grouped((alike(finding), finding) for finding in findings).values())
 
 
 def group_for_lines(findings: Sequence[Found], most: int = MOST_ALIKE) -> list[list[Found]]:

@@ -23,12 +23,11 @@ from pytest_fsdp_meta.reports.story import (
     Story,
     describe_failures,
     describe_reasons,
-    is_crashed,
     is_failing,
     stories_of,
 )
 from pytest_fsdp_meta.reports.terminal import paragraph, shorten_list
-from pytest_fsdp_meta.text import counted, first_of, printable
+from pytest_fsdp_meta.text import counted, first_of, grouped, printable
 
 ACTIVITIES = {
     "starting": "starting ranks",
@@ -121,10 +120,10 @@ def _describe_loader(loader: LoaderRecord) -> Styled:
     if loader.loads > 1:
         times = f"loaded {loader.loads} times ({counted(loader.loads - 1, 'rerun')}); {times}"
     result = f"crashed, {counted(counts['error'], 'check')} not judged"
-    if not is_crashed(loader):
+    if not loader.is_crashed:
         others = (f"{no_items[kind]} {kind}" for kind in NO_ITEM if no_items[kind])
         result = ", ".join(filter(None, [describe_counts(counts - no_items), *others]))
-    return f"{printable(loader.loader)}{world}: {result}; {times}", RED if is_crashed(loader) else _markup(counts)
+    return f"{printable(loader.loader)}{world}: {result}; {times}", RED if loader.is_crashed else _markup(counts)
 
 
 def _markup(counts: Mapping[str, int]) -> dict[str, bool]:
@@ -228,10 +227,8 @@ def _describe_next(loaders: Sequence[LoaderRecord]) -> Iterator[Styled]:
 
 def _undeclared(loader: LoaderRecord) -> dict[str, list[str]]:
     """Return field -> the checks that lack it, for the fields to suggest."""
-    fields: dict[str, list[str]] = {}
-    for check in loader.checks:
-        if check.missing_field in FIELDS_TO_SUGGEST:
-            fields.setdefault(check.missing_field, []).append(check.check)
+    lacking = (check for check in loader.checks if check.missing_field in FIELDS_TO_SUGGEST)
+    fields = grouped((check.missing_field, check.check) for check in lacking)
     ranks = {id: rank for rank, id in enumerate(CHECKS_NAMED_FIRST)}
     return {name: sorted(ids, key=lambda id: ranks.get(id, len(ranks))) for name, ids in fields.items()}
 

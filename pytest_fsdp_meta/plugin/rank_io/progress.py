@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pytest_fsdp_meta.text import counted, name_ranks
+from pytest_fsdp_meta.text import counted, grouped, name_ranks
 from pytest_fsdp_meta.worlds import ObservedWorld
 
 DELAY = 2.0
@@ -35,9 +35,7 @@ class Activity:
 
 def describe_activity(activity: Activity, seconds: float, width: int) -> str:
     """Return a line shorter than ``width``; where ranks differ, it names those that differ from the majority."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in activity.ranks.items():
-        groups.setdefault(text, []).append(rank)
+    groups = grouped((text, rank) for rank, text in activity.ranks.items())
     if len(groups) > 1:
         majority = max(groups, key=lambda text: len(groups[text]))
         minority = [f"{name_ranks(ranks)}: {text}" for text, ranks in sorted(groups.items()) if text != majority]

@@ -159,12 +159,6 @@ def step_axis(count: int) -> Axis:
     return Axis("step", 0.85, count + 0.15, tuple(range(1, count + 1, apart)), lambda step: f"{step:g}")
 
 
-def time_axis(label: str, end: float) -> Axis:
-    """Return an axis of seconds, from zero."""
-    end = end or 1.0
-    return Axis(label, 0, end, _ticks(0, end, _round_step(end)), lambda seconds: f"{seconds:.4g}")
-
-
 def linear_axis(label: str, values: Iterable[float], write: Callable[[float], str]) -> Axis:
     """Return an axis on which all values lie, with round numbers beside it."""
     known = sorted(values) or [0.0, 1.0]
@@ -278,8 +272,10 @@ def plot_memory(summary: Summary) -> Plot | None:
     ]
     levels = (("whole model", "model", summary.model_bytes), ("a rank may hold", "budget", summary.load_budget))
     lines = (*ranks, *(Curve(label, style, ((0, level),), is_stepped=True) for label, style, level in levels if level))
+    end = max(line.points[-1][0] for line in ranks) or 1.0
+    ticks = _ticks(0, end, _round_step(end))
     return Plot(
-        time_axis("seconds since loading began", max(line.points[-1][0] for line in ranks)),
+        Axis("seconds since loading began", 0, end, ticks, lambda seconds: f"{seconds:.4g}"),
         bytes_axis("live bytes on the host", max(value or 0 for line in lines for _, value in line.points)),
         lines,
     )

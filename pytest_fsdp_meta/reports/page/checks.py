@@ -22,7 +22,7 @@ from pytest_fsdp_meta.reports.history import (
 from pytest_fsdp_meta.reports.schema import ABSENT, FAILED, CheckRecord, FindingRecord, Report
 from pytest_fsdp_meta.reports.story import explain_pass
 from pytest_fsdp_meta.reports.terminal import by_cause, group_similar, origins
-from pytest_fsdp_meta.text import first_of, fold_names
+from pytest_fsdp_meta.text import first_of, grouped
 
 UNCHECKED = ("partly checked", "not declared")
 """Kinds of checks that check more if the test or the model changes, in the order in which the page shows them."""
@@ -42,10 +42,6 @@ class FindingLine:
     expected: str
     details: tuple[tuple[str, str], ...] = ()
     """(name, detail) of those that have one."""
-
-    @property
-    def folded(self) -> tuple[str, ...]:
-        return tuple(fold_names(self.names))
 
 
 def as_line(findings: Sequence[FindingRecord]) -> FindingLine:
@@ -100,13 +96,15 @@ class HistoryView:
     @cached_property
     def paths(self) -> tuple[tuple[str, str], ...]:
         """The bars as (state, path of an SVG)."""
-        drawn: dict[str, list[str]] = {}
-        for index, letter in enumerate(self.results):
-            state = "bad" if letter in BROKEN else "good" if letter in GOOD else "other"
-            if letter != ABSENT:
-                height = HEIGHTS[state]
-                drawn.setdefault(state, []).append(f"M{index * STEP} {HEIGHT - height}h{BAR}v{height}h-{BAR}z")
-        return tuple((state, "".join(parts)) for state, parts in drawn.items())
+        drawn = grouped(
+            ("bad" if letter in BROKEN else "good" if letter in GOOD else "other", index * STEP)
+            for index, letter in enumerate(self.results)
+            if letter != ABSENT
+        )
+        return tuple(
+            (state, "".join(f"M{left} {HEIGHT - HEIGHTS[state]}h{BAR}v{HEIGHTS[state]}h-{BAR}z" for left in places))
+            for state, places in drawn.items()
+        )
 
 
 def history_view(check: CheckRecord, report: Report) -> HistoryView | None:

@@ -11,7 +11,7 @@ from math import prod
 
 from pytest_fsdp_meta.evidence import Region, WorldFacts
 from pytest_fsdp_meta.reports.schema import LoaderRecord, Piece, TensorRecord
-from pytest_fsdp_meta.text import fold_names, name_ranks
+from pytest_fsdp_meta.text import grouped, name_ranks
 
 STATES = {
     "shard": "holds a part",
@@ -68,10 +68,6 @@ class Layout:
     """The checks with a finding that names the tensors."""
 
     @property
-    def folded(self) -> tuple[str, ...]:
-        return tuple(fold_names(self.names))
-
-    @property
     def tied(self) -> tuple[str, ...]:
         """The tensors that are one weight with the first, unless the drawing names them as well."""
         return tuple(name for name in self.tensor.tied if name not in self.names)
@@ -101,12 +97,13 @@ def group_layouts(record: LoaderRecord, mesh: Mesh) -> tuple[Layout, ...]:
     if record.summary is None:
         return ()
     named = _ranks_by_check(record)
-    groups: dict[object, list[TensorRecord]] = {}
-    for tensor in record.summary.tensors:
+
+    def alike(tensor: TensorRecord) -> object:
         findings = tuple(named.get(tensor.name, {}).items())
-        key = replace(tensor, name="", mesh=None, tied=()), findings, bool(tensor.tied)
-        groups.setdefault(key, []).append(tensor)
+        return replace(tensor, name="", mesh=None, tied=()), findings, bool(tensor.tied)
+
     world = replace(record.world, mesh=mesh)
+    groups = grouped((alike(tensor), tensor) for tensor in record.summary.tensors)
     layouts = [_layout(tensors, named, world) for tensors in groups.values()]
     return tuple(sorted(layouts, key=lambda layout: not layout.has_problem))
 
@@ -154,9 +151,7 @@ def _held(tensor: TensorRecord, by_check: Mapping[str, frozenset[int]], world: W
     missing = set(world.ranks)
     for piece in tensor.pieces:
         missing -= set(piece.ranks)
-        states: dict[str, list[int]] = {}
-        for rank in piece.ranks:
-            states.setdefault(_state(tensor, piece, rank, by_check, world), []).append(rank)
+        states = grouped((_state(tensor, piece, rank, by_check, world), rank) for rank in piece.ranks)
         for state, ranks in states.items():
             yield Held(tuple(ranks), _describe_piece(tensor, piece), state, piece)
     if missing:

@@ -29,9 +29,9 @@ from pytest_fsdp_meta.reports.schema import (
     how_many,
 )
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
-from pytest_fsdp_meta.reports.story import describe_failures, is_crashed, is_failing, state_of
+from pytest_fsdp_meta.reports.story import describe_failures, is_failing, state_of
 from pytest_fsdp_meta.reports.totals import describe_unseen
-from pytest_fsdp_meta.text import counted, joined_runs
+from pytest_fsdp_meta.text import counted, grouped, joined_runs
 
 GLYPHS = {
     "passed": "✓",
@@ -103,7 +103,7 @@ class LoaderView:
 
     @property
     def is_crashed(self) -> bool:
-        return is_crashed(self.record)
+        return self.record.is_crashed
 
     @property
     def needs_attention(self) -> bool:
@@ -112,12 +112,12 @@ class LoaderView:
     @property
     def bundles(self) -> list[tuple[CheckView, ...]]:
         """The checks with details; errors with the same reason share one article."""
-        bundles: dict[object, list[CheckView]] = {}
-        for check in self.checks.values():
-            if check.has_details:
-                alone = check.causes or check.record.unjudged
-                key = check.anchor if alone else (check.kind, check.record.reason)
-                bundles.setdefault(key, []).append(check)
+
+        def alike(check: CheckView) -> object:
+            alone = check.causes or check.record.unjudged
+            return check.anchor if alone else (check.kind, check.record.reason)
+
+        bundles = grouped((alike(check), check) for check in self.checks.values() if check.has_details)
         return [tuple(bundle) for bundle in bundles.values()]
 
     @property
@@ -194,7 +194,7 @@ class PageView:
     @property
     def counts(self) -> dict[str, int]:
         """Kind -> the number of checks; those of crashed loaders are not counted, since none was judged."""
-        return _in_order(count_kinds(loader for loader in self.report.loaders if not is_crashed(loader)))
+        return _in_order(count_kinds(loader for loader in self.report.loaders if not loader.is_crashed))
 
     @property
     def kinds(self) -> dict[str, int]:
