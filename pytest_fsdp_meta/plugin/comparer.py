@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.settings import Settings
 from pytest_fsdp_meta.reports.compare import (
     Comparison,
@@ -21,7 +19,6 @@ from pytest_fsdp_meta.reports.compare import (
     mark_of,
 )
 from pytest_fsdp_meta.reports.history import Timeline, describe_history, read_timeline
-from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.schema import Outcome, Report
 from pytest_fsdp_meta.reports.terminal import shorten_list
 from pytest_fsdp_meta.reports.totals import GREEN, RED, YELLOW, Styled
@@ -110,7 +107,3 @@ class Comparer:
         outcome = self._outcome_for(exit_status)
         if outcome is not None:
             yield f"{outcome} (--fsdp-fail-on={outcome.fail_on})", {"bold": True} | (GREEN if outcome.passes else RED)
-
-    def write(self, report: Report, folder: Path) -> None:
-        """Write the summary. Raises OSError."""
-        write_whole(folder / "summary.md", summarise_run(report, self.comparison, self.problem).encode())

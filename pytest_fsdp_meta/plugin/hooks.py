@@ -48,7 +48,6 @@ def pytest_load_initial_conftests(
 
 def pytest_configure(config: pytest.Config) -> None:
     markers.register(config)
-    config.pluginmanager.register(xdist_workers.Controller(), "fsdp_controller")
     config.stash[SESSION] = PluginSession(config)
     report_plugin.register(config, config.stash[SESSION])
 
@@ -156,6 +155,13 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
     return outcomes.status_of(report)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Raise the usage error of a worker in the process that has started it."""
+    if message := getattr(node, "workeroutput", {}).get(xdist_workers.USAGE_ERROR):
+        raise pytest.UsageError(message)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

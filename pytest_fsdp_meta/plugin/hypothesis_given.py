@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from pytest_fsdp_meta.loader.call import BODY, bind
 
@@ -72,7 +72,8 @@ def run_examples(
         first, *others = _leaves(error)
         if first is error:
             raise
-        note = "\n\n".join((f"({error.args[0]})\n{join_notes(error)}".rstrip(), *map(_first_line_and_notes, others)))
+        also = ("\n".join((*str(other).splitlines()[:1], join_notes(other))) for other in others)
+        note = "\n\n".join((f"({error.args[0]})\n{join_notes(error)}".rstrip(), *also))
         vars(first)["__notes__"] = [*getattr(first, "__notes__", ()), note]
         raise first from None
     finally:
@@ -88,10 +89,6 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error] if within is None else [leaf for inner in within for leaf in _leaves(inner)]
 
 
-def _first_line_and_notes(error: BaseException) -> str:
-    return "\n".join((*str(error).splitlines()[:1], join_notes(error)))
-
-
 def join_notes(error: BaseException) -> str:
     """Return Hypothesis' notes about the example that raised ``error``.
 
@@ -99,10 +96,3 @@ def join_notes(error: BaseException) -> str:
     """
     notes = [re.split(OF_CODE, note)[0].rstrip() for note in getattr(error, "__notes__", ())]
     return "\n".join(filter(None, notes))
-
-
-def reject_example() -> NoReturn:
-    """Make Hypothesis discard the example, as ``assume`` does."""
-    import hypothesis
-
-    hypothesis.reject()

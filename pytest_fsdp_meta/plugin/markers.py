@@ -24,7 +24,6 @@ MARK = "fsdp_conformance"
 SPMD = "fsdp_spmd"
 WORLD = "fsdp_world"
 """The name of a mark, and of the fixture that it configures."""
-PROCESS_GROUPS = ("plugin", "loader")
 
 
 def register(config: pytest.Config) -> None:
@@ -381,6 +380,6 @@ def _seconds(value: Any) -> float | None:
 
 
 def _process_group(value: Any) -> str:
-    if not isinstance(value, str) or value not in PROCESS_GROUPS:
+    if not isinstance(value, str) or value not in ("plugin", "loader"):
         raise ValueError(f"process_group={value!r} should be 'plugin' or 'loader'")
     return str(value)

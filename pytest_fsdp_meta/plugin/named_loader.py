@@ -12,7 +12,7 @@ import json
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -150,7 +150,9 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
     """
     values = dict(zip(GIVEN, (fsdp, checkpoint), strict=True))
     signature = _signature(function)
-    bound: dict[str, Any] = {name: values.pop(name) for name in GIVEN if _takes(signature, name)}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {p.name for p in signature.parameters.values() if p.kind not in variadic}
+    bound: dict[str, Any] = {name: values.pop(name) for name in GIVEN if name in named}
     others = [p for p in signature.parameters.values() if p.name not in GIVEN]
     required = [
         p.name for p in others if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -175,14 +177,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(function)
     except (TypeError, ValueError):  # written in C, without a signature
         return inspect.signature(lambda *arguments: None)
-
-
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    parameter: Mapping[str, inspect.Parameter] = signature.parameters
-    return name in parameter and parameter[name].kind not in (
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    )
 
 
 def _rest(others: list[inspect.Parameter]) -> inspect.Parameter | None:

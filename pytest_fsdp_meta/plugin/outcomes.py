@@ -191,19 +191,12 @@ def _kind_and_reason(
     if outcome.status == "failed" and hasattr(report, "wasxfail") and report.skipped:
         return "xfailed", report.wasxfail.removeprefix("reason: ")
     if outcome.status == "passed" and report.failed:
-        return _failed_after_pass(report, check, spec, raised)
+        if check in spec.xfail:
+            return "xpassed", spec.xfail[check]
+        if raised is None:  # pytest.mark.xfail(strict=True)
+            return "xpassed", first_line(report.longreprtext).removeprefix("[XPASS(strict)] ")
+        return "error", describe_exception(raised)
     return outcome.kind, outcome.reason
-
-
-def _failed_after_pass(
-    report: pytest.TestReport, check: str, spec: ConformanceSpec, raised: BaseException | None
-) -> tuple[str, str]:
-    """Return kind and reason of an item that failed although its check passed."""
-    if check in spec.xfail:
-        return "xpassed", spec.xfail[check]
-    if raised is None:  # pytest.mark.xfail(strict=True)
-        return "xpassed", first_line(report.longreprtext).removeprefix("[XPASS(strict)] ")
-    return "error", describe_exception(raised)
 
 
 def failure_line(record: CheckRecord, outcome: Outcome | None) -> FailureLine | None:

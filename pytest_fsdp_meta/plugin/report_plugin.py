@@ -17,6 +17,7 @@ import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
+from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.comparer import Comparer
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.node_ids import split_node_id
@@ -24,6 +25,7 @@ from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
+from pytest_fsdp_meta.reports.markdown import summarise_run
 from pytest_fsdp_meta.reports.run_header import describe_run, read_header
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, UNKNOWN, CheckRecord, Header, LoaderRecord, Report
@@ -185,7 +187,7 @@ class ReportPlugin:
             self._others_passed |= report.passed
         self._records.add_seconds(nodeid, report.duration)
         self._has_news |= context is not None
-        if self._is_started and self._writer is not None and self._writer.is_due:
+        if self._writer is not None and self._writer.is_due:
             self._write_news()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -288,9 +290,9 @@ class ReportPlugin:
             if report.complete or not report.loaders:  # a page opened during the run says that it is not complete
                 from pytest_fsdp_meta.reports.page import write_page
 
-                folder, comparer = self._writer.folder, self._comparer
-                write_page(report, folder / PAGE, comparer.comparison, comparer.problem)
-                comparer.write(report, folder)
+                folder, compared = self._writer.folder, (self._comparer.comparison, self._comparer.problem)
+                write_page(report, folder / PAGE, *compared)
+                write_whole(folder / SUMMARY, summarise_run(report, *compared).encode())
             self._write_problem = ""
         except OSError as error:
             self._write_problem = str(error)

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.plugin.items import RanksItem
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.plugin.session import PluginSession, place_of
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.text import first_of, grouped
 
 FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 """The module of this plugin's own fixtures."""
@@ -49,10 +49,9 @@ def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
 
 def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[tuple[str, str]]) -> None:
     is_worker = hasattr(config, "workerinput")
-    places: dict[str, dict[str, None]] = {}
-    for where, what in problems:
-        places.setdefault(" ".join(what.split()), {})[where] = None  # a value, such as an array, may have several lines
-    message = "\n".join(f"{first_of(list(wheres))}: {what}" for what, wheres in places.items())
+    # A value, such as an array, may have several lines.
+    places = grouped((" ".join(what.split()), where) for where, what in problems)
+    message = "\n".join(f"{first_of(list(dict.fromkeys(wheres)))}: {what}" for what, wheres in places.items())
     if message and is_worker:
         config.workeroutput[xdist_workers.USAGE_ERROR] = message  # type: ignore[attr-defined]
         items.clear()

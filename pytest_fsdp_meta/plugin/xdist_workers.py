@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -180,16 +179,6 @@ def _end_with_controller() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.die_with_parent(signal.SIGINT)
-
-
-class Controller:
-    """Raises the usage errors of workers in the process that starts them; on a worker, nothing calls it."""
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        message = getattr(node, "workeroutput", {}).get(USAGE_ERROR)
-        if message:
-            raise pytest.UsageError(message)
 
 
 def _name_without_parameters(item: pytest.Item) -> str:

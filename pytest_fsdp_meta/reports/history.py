@@ -231,8 +231,8 @@ def describe_flaky(results: str) -> str:
 
 def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (kind, headline, lines) of what is broken since an earlier run, and of what is flaky."""
-    since: dict[str, dict[str, list[str]]] = {}
-    flaky: dict[str, dict[str, list[str]]] = {}
+    since: list[tuple[str, tuple[str, str]]] = []
+    flaky: list[tuple[str, tuple[str, str]]] = []
     for loader in report.loaders:
         for check in loader.checks:
             if check.history is None:
@@ -241,20 +241,17 @@ def describe_history(report: Report) -> Iterator[tuple[str, str, list[str]]]:
             for start, found in old.items():
                 tensors = [str(finding.tensor or "the model") for finding in found]
                 part = f" ({first_of(tensors)})" if len(found) < len(check.findings) else ""
-                where = since.setdefault(describe_since(start, check.history), {})
-                where.setdefault(loader.loader, []).append(check.check + part)
+                since.append((describe_since(start, check.history), (loader.loader, check.check + part)))
             if check.history.flaky:
-                what = describe_flaky(check.history.results + letter_of(check))
-                flaky.setdefault(what, {}).setdefault(loader.loader, []).append(check.check)
-    for kind, headline, groups in (("broken", "broken since an earlier run", since), ("flaky", "flaky checks", flaky)):
-        if groups:
-            number = sum(len(checks) for where in groups.values() for checks in where.values())
-            yield kind, f"{headline}: {number}", shorten_list(map(printable, _describe_groups(groups)))
+                flaky.append((describe_flaky(check.history.results + letter_of(check)), (loader.loader, check.check)))
+    for kind, headline, entries in (("broken", "broken since an earlier run", since), ("flaky", "flaky checks", flaky)):
+        if entries:
+            yield kind, f"{headline}: {len(entries)}", shorten_list(map(printable, _describe_groups(entries)))
 
 
-def _describe_groups(groups: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    for what, where in groups.items():
-        first, *others = (f"{first_of(checks)} in {loader}" for loader, checks in where.items())
+def _describe_groups(found: Iterable[tuple[str, tuple[str, str]]]) -> Iterator[str]:
+    for what, where in grouped(found).items():
+        first, *others = (f"{first_of(checks)} in {loader}" for loader, checks in grouped(where).items())
         more = f" and in {counted(len(others), 'more loader')}" if others else ""
         yield f"{first}{more}: {what}"
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pytest_fsdp_meta.reports import story
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison
 from pytest_fsdp_meta.reports.page.rendering import render
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import LoaderRecord
-from pytest_fsdp_meta.reports.story import (
-    CRASH,
-    ERROR,
-    FINDING,
-    UNEXPECTED_PASS,
-    describe_failures,
-    describe_result,
-    stories_of,
-)
+from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PASS, stories_of
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.checks.test_memory import WHOLE, WIDTH, stored
@@ -34,8 +27,8 @@ def named(name: str, **checks: object) -> LoaderRecord:
 def shape(*loaders: LoaderRecord) -> list[tuple[str, str, list[tuple[str, int]]]]:
     """Return kind, cause, and the loaders with their number of checks."""
     return [
-        (story.kind, story.cause, [(place.loader.loader, len(place.checks)) for place in story.places])
-        for story in stories_of(loaders)
+        (one.kind, one.cause, [(place.loader.loader, len(place.checks)) for place in one.places])
+        for one in stories_of(loaders)
     ]
 
 
@@ -50,7 +43,7 @@ def test_loaders_with_the_same_finding_share_a_cause():
 def test_without_a_cause_each_check_is_one_of_its_own():
     failed = {id_: ("failed", [finding("scale")]) for id_ in ("no_meta_params", "loss_parity")}
     stories = stories_of([named("a", **failed), named("b", **failed)])
-    assert [(story.headline, len(story.places)) for story in stories] == [
+    assert [(one.headline, len(one.places)) for one in stories] == [
         ("no_meta_params: no cause is known", 2),
         ("loss_parity: no cause is known", 2),
     ]
@@ -73,7 +66,7 @@ def test_an_error_of_several_checks_is_one():
     lost = {one: check(one, "error", reason="rank 0 hangs") for one in ("loss_parity", "grad_parity")}
     one = loader(checks=lost)
     assert shape(one) == [(ERROR, "rank 0 hangs", [(one.loader, 2)])]
-    assert describe_failures([one]) == "1 error"
+    assert story.describe_failures([one]) == "1 error"
 
 
 def test_an_unexpected_pass_reads_the_same_everywhere():
@@ -89,16 +82,16 @@ def test_an_unexpected_pass_reads_the_same_everywhere():
 
 def test_a_crash_counts_as_one_loader():
     crashed, failed = raised(), named("b", loss_parity=("failed", [finding(None)]))
-    assert describe_failures([crashed, failed]) == "1 loader crashed, 1 check failed"
-    assert describe_failures([loader()]) == ""
+    assert story.describe_failures([crashed, failed]) == "1 loader crashed, 1 check failed"
+    assert story.describe_failures([loader()]) == ""
 
 
 def test_page_and_summary_agree():
     run = nightly()
     failures = "3 loaders crashed, 6 checks failed, 1 unexpected pass"
-    assert describe_result(run).startswith(f"{failures}, ")
+    assert story.describe_result(run).startswith(f"{failures}, ")
     assert build_view(run).verdict[1] == failures
-    assert [len(story.places) for story in stories_of(run.loaders) if story.cause == LOST] == [3]
+    assert [len(one.places) for one in stories_of(run.loaders) if one.cause == LOST] == [3]
 
 
 def test_a_summary_has_the_limits_of_losses_and_memory():

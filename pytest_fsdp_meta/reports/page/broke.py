@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from pytest_fsdp_meta.reports.page.checks import CheckView, FindingLine, as_line
 from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
 from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
 from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
+from pytest_fsdp_meta.text import grouped
 
 MOST_VALUES = 3
 """Lines of values on a card; the loaders below have all."""
@@ -30,7 +31,7 @@ class Value:
     where: str
     findings: int
     """The number of findings in all of these loaders."""
-    loaders: int = 1
+    loaders: int
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,16 @@ def _chips(story: Story, views: Mapping[int, LoaderView]) -> Iterator[tuple[Load
         yield loader, loader if check is None or loader.is_crashed else loader.checks[check.check]
 
 
-def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterable[Value]:
-    """Return what was found, with the number of loaders that have the same values."""
-    found: dict[object, Value] = {}
-    for place in story.places:
-        for similar in group_for_lines(place.findings, MOST_ALIKE):
-            assert place.check is not None
-            line = as_line(similar)
-            key = place.check.check, line
-            known = found.get(key)
-            if known is not None:
-                number = known.findings + len(similar)
-                found[key] = replace(known, loaders=known.loaders + 1, findings=number)
-            else:
-                names = tuple(fold_tensors(line.names, place.kinds))
-                note, where = describe_first(similar), views[id(place.loader)].short
-                found[key] = Value(place.check.check, line, names, note, where, len(similar))
-    return found.values()
+def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterator[Value]:
+    """Yield what was found, with the number of loaders that have the same values."""
+    found = grouped(
+        ((place.check.check, as_line(similar)), (place, similar))
+        for place in story.places
+        for similar in group_for_lines(place.findings, MOST_ALIKE)
+        if place.check is not None
+    )
+    for (check, line), same in found.items():
+        place, similar = same[0]
+        names, where = tuple(fold_tensors(line.names, place.kinds)), views[id(place.loader)].short
+        findings = sum(len(one) for _, one in same)
+        yield Value(check, line, names, describe_first(similar), where, findings, len(same))

@@ -187,13 +187,16 @@ class Unchecked:
 
 def group_by_reason(loaders: Iterable[tuple[str, Iterable[CheckView]]], kinds: Sequence[str]) -> list[Unchecked]:
     """Return each reason why checks are of these kinds, in their order. ``loaders`` has names and checks."""
-    found: dict[tuple[str, str], dict[str, CheckView]] = {}
-    where: dict[tuple[str, str], dict[str, None]] = {}
-    for name, checks in loaders:
-        for check in checks:
-            if check.kind in kinds:
-                key = check.kind, check.record.reason
-                found.setdefault(key, {}).setdefault(check.record.check, check)
-                where.setdefault(key, {})[name] = None
-    groups = (Unchecked(*key, tuple(views.values()), tuple(where[key])) for key, views in found.items())
+    found = grouped(
+        ((check.kind, check.record.reason), (name, check))
+        for name, checks in loaders
+        for check in checks
+        if check.kind in kinds
+    )
+    groups = []
+    for key, places in found.items():
+        views: dict[str, CheckView] = {}
+        for _, check in places:
+            views.setdefault(check.record.check, check)
+        groups.append(Unchecked(*key, tuple(views.values()), tuple(dict(places))))
     return sorted(groups, key=lambda group: kinds.index(group.kind))
