@@ -40,7 +40,8 @@ class Kind:
     """A kind of change: its headline, its number in one line, and what it means for the run."""
 
     headline: str
-    number: Callable[[int], str] = lambda number: ""
+    number: str = ""
+    """With "{}" for the number, and "(s)" for the ending of several."""
     mark: str = "neutral"
     """Or "worse" or "better"."""
     fails: tuple[str, ...] = ()
@@ -48,39 +49,33 @@ class Kind:
     hint: str = ""
 
 
-def _number(noun: str, rest: str = "") -> Callable[[int], str]:
-    return lambda number: counted(number, noun) + rest
-
-
 ALWAYS = ("regression", "any")
 MISSING = " (removed or renamed on purpose? --fsdp-allow-missing accepts it)"
 KINDS = {
     # The check did not fail before, or fails on other tensors, or with another error. Every failure fails "any".
-    "failures": Kind("new failures", _number("new failure"), "worse", ("regression",)),
+    "failures": Kind("new failures", "{} new failure(s)", "worse", ("regression",)),
     # The check differs now, and neither differed nor failed before.
-    "differing": Kind("new differences", _number("new difference"), "worse", ALWAYS),
+    "differing": Kind("new differences", "{} new difference(s)", "worse", ALWAYS),
     # Loaders that only the earlier run has: nothing judges them any more.
-    "missing": Kind("missing loaders", _number("loader", " missing"), "worse", ALWAYS, MISSING),
+    "missing": Kind("missing loaders", "{} loader(s) missing", "worse", ALWAYS, MISSING),
     # Judged before. The check might have failed in a new way.
-    "dependent": Kind(
-        "skipped because of a failed check", "{} skipped because of a failed check".format, "worse", ALWAYS
-    ),
+    "dependent": Kind("skipped because of a failed check", "{} skipped because of a failed check", "worse", ALWAYS),
     # Perhaps on purpose, but the promise may be broken unnoticed.
-    "no_longer_judged": Kind("no longer judged", "{} no longer judged".format, fails=("any",)),
-    "fixed": Kind("fixed", "{} fixed".format, "better"),
+    "no_longer_judged": Kind("no longer judged", "{} no longer judged", fails=("any",)),
+    "fixed": Kind("fixed", "{} fixed", "better"),
     # Failing in both runs: with other findings on the same tensors or on fewer, or with the same findings.
-    "changed": Kind("known failures, other findings", "{} known with other findings".format),
-    "known": Kind("known failures, same findings", "{} known".format),
-    "expected": Kind("xfailed now", "{} xfailed now".format),
-    "slower": Kind("slower loads", _number("slower load"), "worse", ("any",)),
+    "changed": Kind("known failures, other findings", "{} known with other findings"),
+    "known": Kind("known failures, same findings", "{} known"),
+    "expected": Kind("xfailed now", "{} xfailed now"),
+    "slower": Kind("slower loads", "{} slower load(s)", "worse", ("any",)),
     "drifted": Kind(
-        "losses further from the reference", "{} with losses further from the reference".format, "worse", ("any",)
+        "losses further from the reference", "{} with losses further from the reference", "worse", ("any",)
     ),
-    "added": Kind("new in this run", "{} new".format),
-    "allowed": Kind("missing loaders that are allowed", _number("loader", " missing as allowed")),
+    "added": Kind("new in this run", "{} new"),
+    "allowed": Kind("missing loaders that are allowed", "{} loader(s) missing as allowed"),
     # Loaders that this run was not asked for.
-    "unselected": Kind("not selected in this run", _number("loader", " not selected"), fails=("any",)),
-    "removed": Kind("checks that this version lacks", _number("check", " removed"), fails=("any",)),
+    "unselected": Kind("not selected in this run", "{} loader(s) not selected", fails=("any",)),
+    "removed": Kind("checks that this version lacks", "{} check(s) removed", fails=("any",)),
     "environment": Kind("environment changes"),
     "caveats": Kind("limits of this comparison"),
     "left_out": Kind("earlier reports left out"),
@@ -124,7 +119,9 @@ class Comparison:
 
     def describe_numbers(self, kinds: Iterable[str] = KINDS) -> str:
         """Return how many changes of these kinds there are, such as "1 new failure, 2 fixed"."""
-        return ", ".join(filter(None, (KINDS[kind].number(self.count(kind)) for kind in kinds if self.count(kind))))
+        counts = ((KINDS[kind].number, self.count(kind)) for kind in kinds)
+        known = (text.format(number).replace("(s)", "s" * (number > 1)) for text, number in counts if number)
+        return ", ".join(filter(None, known))
 
     def failing(self, on: str) -> str:
         """Return the changes for which the run fails with ``--fsdp-fail-on`` set to ``on``; "" for none."""

@@ -50,7 +50,10 @@ def describe_failure(verdict: Verdict, world: str, rerun_command: str) -> str:
         advice = [paragraph(label, text) for label, text in (("likely cause: ", cause), ("remedy: ", remedy)) if text]
         if len(starts) > 1:  # each belongs to its findings
             advice[:0] = [paragraph("where it starts: ", start) for start in origins(findings)]
-        lines += ["", *_describe_findings(findings, verdict), *(["", *advice] if advice else [])]
+        found = [line for group in group_for_lines(findings) for line in _describe_group(group, verdict)]
+        if len(found) > MOST_LINES:
+            found = [*found[:MOST_LINES], f"  ... and {counted(len(found) - MOST_LINES, 'more line')}"]
+        lines += ["", *found, *(["", *advice] if advice else [])]
     if verdict.unjudged:
         lines += ["", describe_left_out(verdict.unjudged)]
     if verdict.reason:
@@ -154,17 +157,8 @@ def _name_first(group: Sequence[Found], kinds: Kinds) -> tuple[str, Sequence[Fou
     return printable(next(iter(names), "the model")), group[:1]
 
 
-def _describe_findings(findings: Sequence[Finding], verdict: Verdict) -> list[str]:
-    """Return one line for each set of similar tensors with the same mismatch on the same ranks."""
-    groups = group_for_lines(findings)
-    lines = [line for group in groups for line in _describe_group(group, verdict)]
-    if len(lines) > MOST_LINES:
-        left = len(lines) - MOST_LINES
-        lines = [*lines[:MOST_LINES], f"  ... and {counted(left, 'more line')}"]
-    return lines
-
-
 def _describe_group(group: Sequence[Finding], verdict: Verdict) -> list[str]:
+    """Return one line for each set of similar tensors with the same mismatch on the same ranks."""
     ranks, mismatch = name_ranks(group[0].ranks), describe_mismatch(group[0])
     if group[0].tensor is None:
         distinct = dict.fromkeys(finding.detail for finding in group)

@@ -60,7 +60,7 @@ def _chips(story: Story, views: Mapping[int, LoaderView]) -> Iterator[tuple[Load
     first = {id(place.loader): place.check for place in reversed(story.places)}
     for record in story.loaders:
         loader, check = views[id(record)], first[id(record)]
-        yield loader, loader if check is None or loader.is_crashed else loader.checks[check.check]
+        yield loader, loader if check is None or record.is_crashed else loader.checks[check.check]
 
 
 def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterator[Value]:

@@ -104,7 +104,12 @@ def group_layouts(record: LoaderRecord, mesh: Mesh) -> tuple[Layout, ...]:
 
     world = replace(record.world, mesh=mesh)
     groups = grouped((alike(tensor), tensor) for tensor in record.summary.tensors)
-    layouts = [_layout(tensors, named, world) for tensors in groups.values()]
+    layouts = []
+    for first, *others in groups.values():
+        by_check = named.get(first.name, {})
+        held = tuple(_held(first, by_check, world))
+        names = tuple(tensor.name for tensor in (first, *others))
+        layouts.append(Layout(names, first, held, _picture(first, held, world), tuple(by_check)))
     return tuple(sorted(layouts, key=lambda layout: not layout.has_problem))
 
 
@@ -132,18 +137,6 @@ def _ranks_by_check(record: LoaderRecord) -> Named:
                 checks = named.setdefault(finding.tensor, {})
                 checks[check.check] = checks.get(check.check, frozenset()) | set(finding.ranks)
     return named
-
-
-def _layout(tensors: Sequence[TensorRecord], named: Named, world: WorldFacts) -> Layout:
-    first, by_check = tensors[0], named.get(tensors[0].name, {})
-    held = tuple(_held(first, by_check, world))
-    return Layout(
-        names=tuple(tensor.name for tensor in tensors),
-        tensor=first,
-        held=held,
-        picture=_picture(first, held, world),
-        checks=tuple(by_check),
-    )
 
 
 def _held(tensor: TensorRecord, by_check: Mapping[str, frozenset[int]], world: WorldFacts) -> Iterable[Held]:

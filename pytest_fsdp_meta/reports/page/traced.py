@@ -10,8 +10,6 @@ from pytest_fsdp_meta.reports.schema import TRACED, TracedPhase, TracedRow, Trac
 
 GLYPHS = {"agrees": "✓", "not compared": "?", "in between": "◐", "departs": "✕"}
 """State of a call -> its character."""
-MOST_BESIDE = 2
-"""With more columns of ranks, the backward is below the forward, and cells say less."""
 PLURAL = {"agrees": "agree", "departs": "depart"}
 UNITS = ("k", "M", "G", "T")
 NO_PLACE = "No module is named: what departs does not show beyond doubt where it starts."
@@ -58,10 +56,6 @@ class StepView:
         """Whether every call agrees, so that there are no rows to look at."""
         rows = (row for phase in self.phases for row in phase.rows)
         return {cell.state for row in rows for cell in cells_of(row, self.record)} == {"agrees"}
-
-    @property
-    def is_wide(self) -> bool:
-        return len(self.record.ranks) > MOST_BESIDE
 
 
 def step_view(step: TracedStep) -> StepView:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, takewhile
+from string import ascii_lowercase, digits
 from typing import Any
 
 from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
@@ -100,10 +101,6 @@ class LoaderView:
     @property
     def summary(self) -> Summary:
         return self.record.summary or Summary()
-
-    @property
-    def is_crashed(self) -> bool:
-        return self.record.is_crashed
 
     @property
     def needs_attention(self) -> bool:
@@ -215,7 +212,7 @@ class PageView:
 
     @property
     def crashed(self) -> int:
-        return sum(loader.is_crashed for loader in self.loaders)
+        return sum(loader.is_crashed for loader in self.report.loaders)
 
     @property
     def ranks(self) -> int:
@@ -276,7 +273,7 @@ class PageView:
         if len(self.failing) != 1 or self.report.missing:
             return ""
         loader = self.failing[0]
-        bad = [] if loader.is_crashed else [id for id, check in loader.checks.items() if check.kind in BAD]
+        bad = [] if loader.record.is_crashed else [id for id, check in loader.checks.items() if check.kind in BAD]
         return f": {bad[0]} in {loader.title}" if len(bad) == 1 else f": {loader.title}"
 
     @property
@@ -350,12 +347,16 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
 
     in_order = sorted(zip(report.loaders, titles, strict=True), key=rank, reverse=True)
     for number, (record, title) in enumerate(in_order, 1):
+        checks = {}
+        for index, one in enumerate(record.checks):
+            anchor = f"loader-{number}-{one.check if ANCHOR.fullmatch(one.check) else index}"
+            checks[one.check] = CheckView(anchor, one, known[one.check].promise, history_view(one, report))
         yield LoaderView(
             number=number,
             record=record,
             title=title,
             start=start,
-            checks=_checks(number, record, known, report),
+            checks=checks,
             is_expanded=few or is_failing(record),
             names=names,
             sizes=size_view(record.sizes, record.world),
@@ -369,29 +370,14 @@ def _shared_start(titles: Sequence[str]) -> int:
     return sum(len(parts[0]) for parts in shared)
 
 
-def _checks(
-    number: int, record: LoaderRecord, known: Mapping[str, CatalogueRecord], report: Report
-) -> dict[str, CheckView]:
-    checks = {}
-    for index, one in enumerate(record.checks):
-        part = one.check if ANCHOR.fullmatch(one.check) else str(index)
-        column = known[one.check]
-        history = history_view(one, report)
-        checks[one.check] = CheckView(f"loader-{number}-{part}", one, column.promise, history)
-    return checks
-
-
 def _in_order(counts: Mapping[str, int]) -> dict[str, int]:
     """Return counts in the order of statuses and skips; kinds of a later version follow."""
     return {kind: counts[kind] for kind in (*STATUSES, *SKIPS, *counts) if counts.get(kind)}
 
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
 def _data(loader: LoaderView, columns: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
     """Return a digit for the kind of each check in the order of the columns, "." for none, and what filters need."""
-    digit = {kind: DIGITS[index] for index, kind in enumerate(kinds[: len(DIGITS)])}
+    digit = dict(zip(kinds, digits + ascii_lowercase, strict=False))
     checks = {id_: digit.get(check.kind, ".") for id_, check in loader.checks.items()}
     marked = {check: [one.mark.strip(), one.note] for check, one in loader.checks.items() if one.mark or one.note}
     return {
