@@ -14,7 +14,7 @@ from pathlib import Path
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import LARGEST, TooLarge, from_plain, read_json, to_plain, write_whole
 
-SCHEMA = 2
+SCHEMA = 3
 """Incremented when old readers would misread new files; adding a field with a default does not count."""
 FOLDER = "evidence"
 """The folder inside a report's folder."""

@@ -1,6 +1,6 @@
 """Stored evidence: a file of the current schema gives the same verdicts, and unreadable files say why.
 
-``data/schema-2.evidence.json.gz`` was written on 2026-11-25 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo),
+``data/schema-3.evidence.json.gz`` was written on 2026-11-25 for a loader of two ``nn.Linear`` layers on 2 ranks (gloo),
 which adds 1 to ``0.bias`` and freezes ``1.bias``.
 """
 
@@ -27,7 +27,7 @@ from pytest_fsdp_meta.evidence.store import (
     write_evidence,
 )
 
-STORED = Path(__file__).parent / "data" / f"schema-2{SUFFIX}"
+STORED = Path(__file__).parent / "data" / f"schema-3{SUFFIX}"
 STATUSES = {
     "dtypes_match_reference": "passed",  # skip= left it out of the run
     "requires_grad_matches_reference": "failed",  # xfail= expected it to
@@ -104,8 +104,8 @@ def change(**changes: Any) -> Callable[[bytes], bytes]:
         (lambda data: b"", "not stored evidence, or truncated"),
         (lambda data: data[: len(data) // 2], "not stored evidence, or truncated (EOFError: "),
         (lambda data: b"{}", "not stored evidence, or truncated (BadGzipFile: "),
-        (lambda data: compress([]), "stored evidence of schema None, but should be 2; run the tests again with"),
-        (change(schema=1), "stored evidence of schema 1, but should be 2; run the tests again with --fsdp-report"),
+        (lambda data: compress([]), "stored evidence of schema None, but should be 3; run the tests again with"),
+        (change(schema=1), "stored evidence of schema 1, but should be 3; run the tests again with --fsdp-report"),
         (change(known=[1]), "StoredEvidence.known[0]: 1, but should be str"),
         # 2 MiB of a gzip file that stand for 2 GiB.
         (lambda data: gzip.compress(bytes(2**26)) * 32, "more than 512 MiB of JSON, which is the limit"),

@@ -174,7 +174,7 @@ class OptimizerFacts:
     stepped: frozenset[str] = frozenset()
     counted: float = 0.0
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The settings of the group that each parameter is in, before the training: {"lr": "0.001", "foreach": "True"}."""
+    """The settings of the group that each parameter is in, before the training, such as "weight_decay" -> "0.1"."""
 
 
 @dataclass(frozen=True)
