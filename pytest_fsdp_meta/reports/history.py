@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -279,11 +280,15 @@ class Timeline:
     _histories: dict[frozenset[str], History] = field(default_factory=dict, init=False)
     """Loaders that ran in several worlds, here or in earlier runs -> what is known from earlier runs."""
 
+    @cached_property
+    def _repeated(self) -> frozenset[str]:
+        return repeated_in(*self.past)
+
     def add_to(self, now: Report) -> Report:
         """Return the report with the history of each check, from earlier reports and from the histories in them."""
         if not self.past:
             return now
-        repeated = repeated_in(*self.past, now)
+        repeated = self._repeated | repeated_in(now)
         if repeated not in self._histories:
             self._histories[repeated] = History(self.past, repeated)
         return self._histories[repeated].add_to(now)
