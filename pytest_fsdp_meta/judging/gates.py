@@ -13,7 +13,7 @@ from pytest_fsdp_meta.judging.expectations import share_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.limits import loss_limits, require_noise
 from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
-from pytest_fsdp_meta.text import counted, first_of, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, grouped, name_ranks
 
 BLOCKING_CHECKS = (
     "same_manifest_on_every_rank",
@@ -281,9 +281,7 @@ def global_losses(evidence: Evidence) -> tuple[float, ...]:
     if evidence.subject.loss_over_ranks != "sum":
         return mean_losses(runs)
     places = share_places(evidence)
-    shares: dict[object, list[tuple[float, ...]]] = {}
-    for rank, run in enumerate(runs):
-        shares.setdefault((run.data_parallel[0], places[rank]), []).append(run.losses)
+    shares = grouped(((run.data_parallel[0], places[rank]), run.losses) for rank, run in enumerate(runs))
     means = [[_mean(step) for step in zip(*losses, strict=True)] for losses in shares.values()]
     return tuple(_mean(step) * len(step) for step in zip(*means, strict=True))
 
@@ -298,9 +296,7 @@ def mean_losses(runs: Sequence[RankTraining]) -> tuple[float, ...]:
 
 def slice_losses(runs: Sequence[RankTraining]) -> dict[int, list[float]]:
     """Return the losses of each data-parallel slice of the batch, averaged over the ranks that see it."""
-    slices: dict[int, list[tuple[float, ...]]] = {}
-    for run in runs:
-        slices.setdefault(run.data_parallel[0], []).append(run.losses)
+    slices = grouped((run.data_parallel[0], run.losses) for run in runs)
     return {index: [_mean(step) for step in zip(*losses, strict=True)] for index, losses in slices.items()}
 
 

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.evidence import (
     partly_held,
 )
 from pytest_fsdp_meta.judging.findings import Finding, Mismatch
-from pytest_fsdp_meta.text import names_in
+from pytest_fsdp_meta.text import grouped, names_in
 
 T = TypeVar("T")
 DEPENDS = "depends on a failed check"
@@ -200,10 +200,7 @@ class View:
 
 def ranks_by(pairs: Iterable[tuple[int, T]]) -> dict[T, tuple[int, ...]]:
     """Return the ranks that have each value, in order of first occurrence."""
-    ranks: dict[T, tuple[int, ...]] = {}
-    for rank, value in pairs:
-        ranks[value] = (*ranks.get(value, ()), rank)
-    return ranks
+    return {value: tuple(ranks) for value, ranks in grouped((value, rank) for rank, value in pairs).items()}
 
 
 def majority(values: Iterable[tuple[int, T]]) -> T:

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     non_persistent_names,
 )
 from pytest_fsdp_meta.ranks.watching import tensors_in
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import clean_name, first_line, grouped
 
 FABRIC = frozenset({"_forward_module", "_original_module"})
 """The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
@@ -56,9 +56,8 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
 
 def managed_names(model: Module) -> dict[str, bool]:
     """Map the FQNs that FSDP2 manages to whether the registered parameter is the one that it manages."""
-    names: dict[Module, list[str]] = {}
-    for prefix, module in unwrapped(model).named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(prefix)
+    prefixes = unwrapped(model).named_modules(remove_duplicate=False)
+    names = grouped((module, prefix) for prefix, module in prefixes)
     return {
         clean_name(f"{prefix}.{name}" if prefix else name): live
         for module, name, live in managed_places(model)

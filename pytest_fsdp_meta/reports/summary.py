@@ -149,13 +149,13 @@ def _curves(evidence: Evidence) -> Curves | None:
 
 
 def _traffic(collectives: Iterable[RankCollectives]) -> Iterable[Traffic]:
-    groups: dict[str, list[tuple[int, RankCollectives]]] = {}
-    for rank, issued in enumerate(collectives):
+
+    def alike(issued: RankCollectives) -> str:
         # Ranks in other parts of the mesh use other process groups. Only the size of the group counts here.
         parts = issued.loading, issued.step or ()
-        key = [[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts]
-        groups.setdefault(repr(key), []).append((rank, issued))
-    for held in groups.values():
+        return repr([[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts])
+
+    for held in grouped((alike(issued), (rank, issued)) for rank, issued in enumerate(collectives)).values():
         first = held[0][1]
         yield Traffic(tuple(rank for rank, _ in held), first.loading, first.step or ())
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pytest_fsdp_meta.text import LINES, name_ranks, printable
+from pytest_fsdp_meta.text import LINES, grouped, name_ranks, printable
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Memory addresses, which differ between ranks that fail alike."""
@@ -185,9 +185,7 @@ class WorldError(Exception):
         """Return (summary, detail, ranks) for each distinct failure; consequences become one line without detail."""
         first = self.failures[0]
         if first.kind == "hung":
-            stacks: dict[str, list[int]] = {}
-            for failure in self.failures:
-                stacks.setdefault(failure.detail, []).append(failure.rank)
+            stacks = grouped((failure.detail, failure.rank) for failure in self.failures)
             return [
                 ("", f"stack of {name_ranks(ranks)} (innermost frame last):\n{stack}", ranks)
                 for stack, ranks in stacks.items()

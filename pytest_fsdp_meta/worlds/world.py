@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from pytest_fsdp_meta.text import name_ranks
+from pytest_fsdp_meta.text import grouped, name_ranks
 from pytest_fsdp_meta.worlds.conversation import Conversation, Replies, pack_call, unpack_results
 from pytest_fsdp_meta.worlds.engine import Engine, Member, Message
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
@@ -275,9 +275,8 @@ class World:
 
 def _describe_activities(failures: Sequence[RankFailure], activities: Mapping[int, str], doing: str) -> str:
     """Say what the ranks that failed were doing, by rank if they differ. ``doing`` is for ranks that did not report."""
-    ranks_by_activity: dict[str, list[int]] = {}
-    for rank in sorted(failure.rank for failure in failures if failure.kind != "answered"):
-        ranks_by_activity.setdefault(activities.get(rank, doing), []).append(rank)
+    failed = sorted(failure.rank for failure in failures if failure.kind != "answered")
+    ranks_by_activity = grouped((activities.get(rank, doing), rank) for rank in failed)
     if len(ranks_by_activity) == 1:
         return next(iter(ranks_by_activity))
     parts = [f"{activity} on {name_ranks(ranks)}" for activity, ranks in ranks_by_activity.items()]

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.checks.structure.judge import MANIFEST
 from pytest_fsdp_meta.judging.findings import Finding
 from pytest_fsdp_meta.judging.registry import communication_check, sharding_check
 from pytest_fsdp_meta.judging.view import NotDeclared, Noted, NotJudged, PartlyJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import counted, first_of, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, fold_names, grouped, name_ranks
 
 EQUAL_SIZES = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"})
 """Ops in which every rank passes equally many elements. Lists and all_to_all may have unequal sizes, like the tokens
@@ -293,9 +293,7 @@ def _communicated(
 
 def _count_by_op(collectives: Sequence[Collective]) -> str:
     """ "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
-    by_op: dict[str, list[Collective]] = {}
-    for collective in collectives:
-        by_op.setdefault(collective.op, []).append(collective)
+    by_op = grouped((collective.op, collective) for collective in collectives)
     return " and ".join(
         f"{_count_op(len(same), op)} ({same[0].dtype} {list(same[0].shapes[0])})" for op, same in by_op.items()
     )

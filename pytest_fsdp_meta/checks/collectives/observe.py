@@ -29,6 +29,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     process_group,
 )
 from pytest_fsdp_meta.ranks.watching import tensors_in, watching
+from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import Rank, current
 
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
@@ -300,9 +301,7 @@ def _recording(rank: Rank, model: Module) -> Iterator[None]:
             hooks.callback(group.modules[0].register_forward_pre_hook(partial(count_forward, index)).remove)
         with recorder.noting_optimizers(), watching(recorder):
             yield
-    names: dict[int, list[str]] = {}
-    for name, _, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
+    names = grouped((id(tensor), name) for name, _, tensor in named_tensors(model))
     facts = tuple(_group_facts(group, names, forwards[index]) for index, group in enumerate(groups))
     rank.state["step"] = recorder.collectives(model), facts, tuple(sorted(recorder.unknown))
 

@@ -15,7 +15,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import random_numbers_check
 from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import counted, joined_runs
+from pytest_fsdp_meta.text import counted, grouped, joined_runs
 
 SEED_BY_SLICE = "torch.manual_seed(seed + <index of the data-parallel slice>)"
 
@@ -105,10 +105,11 @@ def _steps_with_draws(view: View) -> Sequence[RankTrainingMode]:
 
 def _pairs(steps: Sequence[RankTrainingMode]) -> Iterator[_Pair]:
     """Yield each draw that two ranks have in common, in the order in which the first rank draws."""
-    by_key: dict[tuple[str, int, str, str], list[tuple[int, Draw]]] = {}
-    for rank, step in enumerate(steps):
-        for draw in step.draws:
-            by_key.setdefault((draw.module, draw.call, draw.operator, draw.generator), []).append((rank, draw))
+    by_key = grouped(
+        ((draw.module, draw.call, draw.operator, draw.generator), (rank, draw))
+        for rank, step in enumerate(steps)
+        for draw in step.draws
+    )
     for (module, *_), drawn in by_key.items():
         for (rank, draw), (other, its) in combinations(drawn, 2):
             yield _Pair(module, (rank, other), (draw, its))

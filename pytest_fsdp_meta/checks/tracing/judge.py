@@ -25,7 +25,7 @@ from pytest_fsdp_meta.checks.tracing.facts import (
     TracedCall,
 )
 from pytest_fsdp_meta.judging.findings import Explanation
-from pytest_fsdp_meta.text import first_of, name_ranks
+from pytest_fsdp_meta.text import first_of, grouped, name_ranks
 
 PARTS = 0.05
 """Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
@@ -67,9 +67,7 @@ def _merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedC
     keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
     if any(own != keys[0] for own in keys):
         return None
-    slices: dict[tuple[int, int], list[int]] = {}
-    for rank, trace in enumerate(traces):
-        slices.setdefault(trace.data_parallel, []).append(rank)
+    slices = grouped((trace.data_parallel, rank) for rank, trace in enumerate(traces))
     columns = list(zip(*by_rank, strict=True))
     inputs = {(calls[0].module, calls[0].turn): calls for calls in columns if calls[0].stage == INPUT}
     return [_merge_call(calls, slices.values(), inputs.get((calls[0].module, calls[0].turn))) for calls in columns]

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.expectations import coordinates, is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import values_check
 from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, Unjudgeable, View, majority, ranks_by
-from pytest_fsdp_meta.text import first_of, name_ranks
+from pytest_fsdp_meta.text import first_of, grouped, name_ranks
 
 BASIC = (
     "same_manifest_on_every_rank",
@@ -407,9 +407,7 @@ def _difference(
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
     zeros = [rank for rank, c in wrong if is_zero(c)]
-    by_problem: dict[tuple[str | None, str, bool], list[tuple[int, Comparison]]] = {}
-    for rank, c in wrong:
-        by_problem.setdefault((c.problem, c.should_be, rank in zeros), []).append((rank, c))
+    by_problem = grouped(((c.problem, c.should_be, rank in zeros), (rank, c)) for rank, c in wrong)
     for (problem, should_be, zero), cases in by_problem.items():
         ranks = tuple(rank for rank, _ in cases)
         if problem is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from pytest_fsdp_meta.text import counted, name_ranks
+from pytest_fsdp_meta.text import counted, grouped, name_ranks
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import Collective
 
 UNEVEN = ("all_to_all", "scatter", "gather", "barrier")
@@ -148,9 +148,7 @@ def describe_difference(recent: Mapping[int, History], difference: Difference, s
             what = "differs between these ranks"
         lines.append(f"mismatch: collective number {number} {what}")
     if (number := difference.other_lines) is not None:
-        ranks_by_line: dict[str, list[int]] = {}
-        for rank, collective in _at(recent, number).items():
-            ranks_by_line.setdefault(collective.where, []).append(rank)
+        ranks_by_line = grouped((collective.where, rank) for rank, collective in _at(recent, number).items())
         callers = [f"at {line} by {name_ranks(ranks)}" for line, ranks in ranks_by_line.items()]
         where = ", but ".join(callers)
         if len(callers) > 2:
@@ -222,10 +220,7 @@ def group_ranks(found: Mapping[int, Collective]) -> list[tuple[Collective, list[
 
 
 def _grouped(found: Mapping[int, Collective], key: Callable[[Collective], Collective]) -> dict[Collective, list[int]]:
-    groups: dict[Collective, list[int]] = {}
-    for rank, collective in sorted(found.items()):
-        groups.setdefault(key(collective), []).append(rank)
-    return groups
+    return grouped((key(collective), rank) for rank, collective in sorted(found.items()))
 
 
 def describe_collective(collective: Collective, with_number: bool = True) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds.failures import WorldError
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.rank.main import Assignment
@@ -186,9 +187,7 @@ def _gpus_of_node(seat: Seat, seats: Sequence[Seat]) -> list[str]:
 
 def choose_seats(seats: Sequence[Seat], size: int) -> list[Seat]:
     """Choose ``size`` seats, as evenly from all nodes as possible, grouped by node as torchrun numbers ranks."""
-    nodes: dict[str, list[Seat]] = {}
-    for seat in seats:
-        nodes.setdefault(seat.node, []).append(seat)
+    nodes = grouped((seat.node, seat) for seat in seats)
     chosen = dict.fromkeys(nodes, 0)
     for _ in range(size):
         emptiest = min((node for node in nodes if chosen[node] < len(nodes[node])), key=chosen.__getitem__)

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.evidence import Epoch, RankBatches, splits_sequence
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import data_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
-from pytest_fsdp_meta.text import counted, name_ranks
+from pytest_fsdp_meta.text import counted, grouped, name_ranks
 
 DATA = "data"
 SEQUENCES = "the ranks of one data-parallel index see different rows, maybe parts of split sequences"
@@ -264,9 +264,7 @@ def _global_batch(parts: Sequence[_Part]) -> int:
 
 
 def _describe_repeated(parts: Sequence[_Part], excess: Counter[str], number: int) -> Iterator[Finding]:
-    alike: dict[frozenset[tuple[str, int]], list[_Part]] = {}
-    for part in parts:
-        alike.setdefault(frozenset(part.rows.items()), []).append(part)
+    alike = grouped((frozenset(part.rows.items()), part) for part in parts)
     same = [found for found in alike.values() if len(found) > 1]
     detail = f"{counted(parts[0].rows.total(), 'row')} on each"
     for found in same:

@@ -28,7 +28,7 @@ from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.torch_private import base_of, fsdp_groups, is_compiled
 from pytest_fsdp_meta.ranks.watching import tensors_in
-from pytest_fsdp_meta.text import first_line
+from pytest_fsdp_meta.text import first_line, grouped
 from pytest_fsdp_meta.worlds import SEED
 
 T = TypeVar("T")
@@ -189,9 +189,7 @@ class _Saved:
 
 
 def gathered_groups(model: Module) -> Iterator[GatheredGroup]:
-    names: dict[int, list[str]] = {}
-    for name, _, tensor in named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
+    names = grouped((id(tensor), name) for name, _, tensor in named_tensors(model))
     for group in fsdp_groups(model):
         shared = tuple(name for parameter in group.parameters for name in names.get(id(parameter), ()))
         yield GatheredGroup(shared, group.ranks)

@@ -19,7 +19,7 @@ from pytest_fsdp_meta.judging.gates import (
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.text import first_of, grouped
 
 
 @training_check(
@@ -35,10 +35,7 @@ from pytest_fsdp_meta.text import first_of
 )
 def beside_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    cases: dict[str, list[tuple[int, Comparison]]] = {}
-    for rank, run in enumerate(runs):
-        for comparison in run.beside:
-            cases.setdefault(comparison.name, []).append((rank, comparison))
+    cases = grouped((c.name, (rank, c)) for rank, run in enumerate(runs) for c in run.beside)
     if "beside" not in view.evidence.subject.declared:
         raise NotDeclared("beside")
     aliases = [(rank, name) for rank, run in enumerate(runs) for name in run.beside_aliases]
@@ -116,11 +113,7 @@ def _holders_of_its_parameter(view: View, entry: str) -> list[int]:
 
 def _followed(runs: Sequence[RankTraining]) -> dict[tuple[str, str], list[tuple[int, Followed]]]:
     """Return (owner, dtype) -> what each rank that keeps it has counted."""
-    found: dict[tuple[str, str], list[tuple[int, Followed]]] = {}
-    for rank, run in enumerate(runs):
-        for own in run.followed:
-            found.setdefault((own.owner, own.dtype), []).append((rank, own))
-    return found
+    return grouped(((own.owner, own.dtype), (rank, own)) for rank, run in enumerate(runs) for own in run.followed)
 
 
 def _rounded_away(runs: Sequence[RankTraining]) -> Iterator[Finding]:

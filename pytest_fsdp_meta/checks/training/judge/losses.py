@@ -35,7 +35,7 @@ from pytest_fsdp_meta.judging.limits import LossLimits, largest_of, loss_limits,
 from pytest_fsdp_meta.judging.multiples import number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Noted, View
-from pytest_fsdp_meta.text import first_of, name_ranks
+from pytest_fsdp_meta.text import first_of, grouped, name_ranks
 
 SAME_FACTOR = 0.1
 """Relative: how much the factors of later losses may differ from that of the first loss. A scaled loss has scaled
@@ -178,9 +178,7 @@ _NOT_GLOBAL: Explanation = {
 
 def _explain_not_global(runs: Sequence[RankTraining], step: int) -> Explanation:
     """Name the groups of ranks with one loss, if some have ranks with different rows."""
-    by_loss: dict[float, list[int]] = {}
-    for rank, run in enumerate(runs):
-        by_loss.setdefault(run.losses[step], []).append(rank)
+    by_loss = grouped((run.losses[step], rank) for rank, run in enumerate(runs))
     if not any(len({runs[rank].data_parallel for rank in ranks}) > 1 for ranks in by_loss.values()):
         return _NOT_GLOBAL
     groups = " and one on ".join(map(name_ranks, by_loss.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_fsdp_meta.evidence import Movement, OptimizerFacts, RankInventory, RankTraining
+from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
@@ -19,7 +19,7 @@ from pytest_fsdp_meta.judging.gates import (
 )
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import counted, first_of
+from pytest_fsdp_meta.text import counted, first_of, grouped
 
 
 @training_check(
@@ -310,11 +310,7 @@ _CUT_OFF: Explanation = {
 
 
 def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    by_name: dict[str, list[tuple[int, Movement]]] = {}
-    for rank, run in enumerate(runs):
-        for movement in run.movements:
-            if movement.still:
-                by_name.setdefault(movement.name, []).append((rank, movement))
+    by_name = grouped((m.name, (rank, m)) for rank, run in enumerate(runs) for m in run.movements if m.still)
     for name in view.names("parameter", only=by_name):
         for whole, ranks in ranks_by((rank, m.still == m.due) for rank, m in by_name[name]).items():
             first = next(m for rank, m in by_name[name] if rank in ranks)
