@@ -87,7 +87,7 @@ STEPS = (
         "right loaders of every form, gloo",
         200,
         "a check fails a correct loader: random numbers or rounding differ on GPUs (ranks/generators.py)",
-        (*TESTS, "conformance/test_forms.py", *SHARED, *MANY, "-m", "not nightly"),
+        (*TESTS, "conformance/test_forms.py", *SHARED, *MANY),
     ),
     Step(
         "the same in bfloat16 with 2048 tokens",
