@@ -54,9 +54,14 @@ class LockedFile:
     """
 
     def __init__(self, path: Path, lock: BaseFileLock) -> None:
-        self._path, self._lock = path, lock
-        self.left = path.read_text("utf-8", "replace")
+        self._note, self._lock = self.note(path), lock
+        self.left = self._note.read_text("utf-8", "replace") if self._note.exists() else ""
         """The note of the last holder: empty unless it ended without ``release``, or kept one."""
+
+    @staticmethod
+    def note(path: Path) -> Path:
+        """Return the file of the note: one of its own, because filelock before 4.2 empties the file that it locks."""
+        return path.with_name(f"{path.name}.note")
 
     @classmethod
     def attempt(cls, path: Path) -> LockedFile | None:
@@ -73,7 +78,10 @@ class LockedFile:
     def write(self, note: str) -> None:
         if self._lock.is_locked:
             with suppress(OSError):  # the disk is full: only messages suffer
-                self._path.write_text(note, "utf-8")
+                if note:
+                    self._note.write_text(note, "utf-8")
+                else:
+                    self._note.unlink(missing_ok=True)
 
     def release(self, keep: str = "") -> None:
         """Replace the note by ``keep`` and unlock the file; safe to call twice."""
@@ -197,7 +205,7 @@ class Lease:
 
     def _read_note(self, name: str) -> _Note | None:
         try:
-            return _Note(*json.loads(self._path(name).read_text("utf-8")))
+            return _Note(*json.loads(LockedFile.note(self._path(name)).read_text("utf-8")))
         except (OSError, ValueError, TypeError):  # there is none, or it is being written
             return None
 

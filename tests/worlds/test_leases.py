@@ -215,7 +215,7 @@ def test_unreadable_notes_only_shorten_the_message(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(leases, "QUIET", 0.0)
     held = take(tmp_path, "gw1", 8)
     for name in (*EIGHT, "queue"):
-        (tmp_path / f"slot-{name}.lock").write_text("{")
+        LockedFile.note(tmp_path / f"slot-{name}.lock").write_text("{")
     assert not held.wanted()
     alone = r"^gave up after 0\.2 s without a change while waiting for 1 of 8 CPU slots \(.*\) to be free$"
     with pytest.raises(LeaseError, match=alone):
