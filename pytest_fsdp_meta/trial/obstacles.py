@@ -231,15 +231,13 @@ def not_gathered_by_gloo(inventory: Sequence[RankInventory]) -> Unavailable | No
 
 
 def beside_not_loaded_by_torch(saved: Sequence[RankResumed], subject: SubjectFacts) -> Unavailable | None:
-    """Return what torch's checkpoint cannot keep of what is beside the model: a shard of each rank without its place.
-
-    The fingerprint of a tensor starts with its dtype and shape.
-    """
+    """Return what torch's checkpoint cannot keep of what is beside the model: shards without their places."""
     if "save" in subject.declared:
         return None
     for name in dict.fromkeys(name for rank in saved for name in rank.plain):
-        shapes = {rank.beside.get(name, "").rpartition(" ")[0] for rank in saved}
-        if len(shapes) > 1 and all(shape.endswith(")") for shape in shapes):
+        held = [rank.beside.get(name) for rank in saved]
+        shapes = {(own.dtype, own.shape) if own is not None and own.shape is not None else None for own in held}
+        if len(shapes) > 1 and None not in shapes:
             summary = f"{name} is a plain tensor of another shape on other ranks, of which torch keeps one; {DECLARE}"
             return Unavailable(summary, kind="undeclared")
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -9,7 +10,7 @@ from math import prod
 from typing import Any
 
 from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
-from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed, RankSaved, RankStateDict
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFinite
@@ -163,11 +164,26 @@ def healthy(
     )
 
 
+def described(**values: str) -> dict[str, Fingerprint]:
+    """Return fingerprints of numbers ("3.0"), of tensors ("float32 (6, 4) digest") and of other values, by entry.
+
+    In an entry, two underscores stand for a dot.
+    """
+    return {entry.replace("__", "."): _fingerprint(text) for entry, text in values.items()}
+
+
+def _fingerprint(text: str) -> Fingerprint:
+    tensor = re.fullmatch(r"(\w+) \(([\d, ]*)\) (.+)", text)
+    dtype, sizes, content = tensor.groups() if tensor else ("", "", text)
+    number = float(content) if re.fullmatch(r"[\d.]+", content) else None
+    return Fingerprint(content, number, dtype, tuple(map(int, re.findall(r"\d+", sizes))) if tensor else None)
+
+
 def reloaded(ranks: Sequence[RankInventory], reference: RankInventory) -> dict[str, Any]:
     """Return the observations of loading again, in which everything is restored."""
     saved = tuple(RankSaved({name: f"saved {name}" for name in persistent(rank)}) for rank in ranks)
-    momenta = {t.name: {"momentum_buffer": f"momentum of {t.name}"} for t in reference.tensors if t.requires_grad}
-    resumed = tuple(RankResumed(held, momenta, ({"lr": "0.1"},), (1.25, 1.0)) for held in saved)
+    momenta = {t.name: described(momentum_buffer=f"momentum of {t.name}") for t in reference.tensors if t.requires_grad}
+    resumed = tuple(RankResumed(held, momenta, (described(lr="0.1"),), (1.25, 1.0)) for held in saved)
     later = tuple(
         replace(run, model=RankSaved({name: f"later {name}" for name in run.model.tensors})) for run in resumed
     )
@@ -374,7 +390,7 @@ def kept_beside(evidence: Evidence) -> Evidence:
         replace(run, beside=tuple(replace(c, name=f"ema.{c.name}") for c in run.parameters))
         for run in evidence.training or ()
     )
-    states = {"scheduler.last_epoch": "3", f"ema.{MIDDLE}": "float32 (6, 4) the average"}
+    states = described(scheduler__last_epoch="3", ema__layers__0__weight="float32 (6, 4) the average")
     kept = {
         name: tuple(replace(run, beside=states) for run in getattr(evidence, name)) for name in ("continued", "resumed")
     }

@@ -13,6 +13,7 @@ from tests.checks.evidence_factory import (
     MIDDLE,
     add,
     declare,
+    described,
     healthy,
     kept_beside,
     measured,
@@ -129,32 +130,39 @@ def test_an_average_may_differ_by_the_noise_of_its_parameter(distance, status):
 )
 def test_other_values_another_dtype_and_no_state_at_all(value, actual, expected):
     first, second = HEALTHY.resumed
-    states = {name: text for name, text in {**second.beside, EMA: value}.items() if text}
+    states = {name: kept for name, kept in second.beside.items() if name != EMA}
+    states |= described(ema__layers__0__weight=value) if value else {}
     evidence = replace(HEALTHY, resumed=(first, replace(second, beside=states)))
     assert shown(ROUND_TRIP, evidence) == [(EMA, (1,), actual, expected)]
+
+
+def average(**entries):
+    return described(**{f"ema__{entry}": text for entry, text in entries.items()})
 
 
 @pytest.mark.parametrize(
     ("built", "cause"),
     [
-        ({"ema.n": "0", "ema.weight": "zeros"}, "resume() restores other entries of this object and leaves this one"),
-        ({"ema.n": "7", "ema.weight": "zeros"}, "resume() rebuilds it from the loaded model, or changes it after"),
-        ({"ema.n": "0"}, "save() or resume() leaves it out"),
+        ({"n": "0", "weight": "zeros"}, "resume() restores other entries of this object and leaves this one"),
+        ({"n": "7", "weight": "zeros"}, "resume() rebuilds it from the loaded model, or changes it after"),
+        ({"n": "0"}, "save() or resume() leaves it out"),
     ],
     ids=["as it was built", "changed otherwise", "all of it as it was built"],
 )
 def test_an_entry_of_an_average_that_is_not_as_it_was_saved(built, cause):
-    saved = {"ema.n": "3", "ema.weight": "ones"}
+    saved = average(n="3", weight="ones")
     before = tuple(replace(run, beside=saved) for run in HEALTHY.continued)
-    loaded = {"ema.n": "0", "ema.weight": "ones"}
-    after = tuple(replace(run, beside=loaded, beside_before=built) for run in before)
+    loaded = average(n="0", weight="ones")
+    after = tuple(replace(run, beside=loaded, beside_before=average(**built)) for run in before)
     found = verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after))
     assert [finding.cause[: len(cause)] for finding in found.findings] == [cause]
 
 
 def test_how_often_a_scheduler_was_called_is_not_compared():
-    before = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "4"}) for run in HEALTHY.continued)
-    after = tuple(replace(run, beside={**run.beside, "scheduler._step_count": "1"}) for run in before)
+    before, after = (
+        tuple(replace(run, beside={**run.beside, **described(scheduler___step_count=count)}) for run in HEALTHY.resumed)
+        for count in ("4", "1")
+    )
     assert verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after)).status == "passed"
 
 

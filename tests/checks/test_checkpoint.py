@@ -22,6 +22,7 @@ from tests.checks.evidence_factory import (
     ROTARY,
     change,
     declare,
+    described,
     differ,
     drop,
     empty,
@@ -314,7 +315,7 @@ def resumed(evidence: Evidence, ranks: tuple[int, ...] = (0, 1), **state: Any) -
     ("evidence", "finding"),
     [
         (
-            resumed(healthy(), verifier__weight={"step": "1.0"}),
+            resumed(healthy(), verifier__weight=described(step="1.0")),
             (FROZEN, (0, 1), "optimizer state (step) after loading", "none, as saved", ""),
         ),
         (
@@ -330,8 +331,8 @@ def test_an_optimizer_that_is_not_restored(evidence, finding):
 
 def test_a_copy_in_float32_that_is_rebuilt_from_its_parameter():
     entry = f"{MIDDLE}: master"
-    evidence = again(resumed(healthy(), layers__0__weight={"master": "b"}), "continued", copies={entry: True})
-    evidence = again(evidence, "continued", state={**evidence.continued[0].state, MIDDLE: {"master": "a"}})
+    evidence = again(resumed(healthy(), layers__0__weight=described(master="b")), "continued", copies={entry: True})
+    evidence = again(evidence, "continued", state={**evidence.continued[0].state, MIDDLE: described(master="a")})
     found = verdict(OPTIMIZER, again(evidence, "resumed", copies={entry: False}))
     actual = "master rounded to the dtype of the parameter after loading"
     assert findings_of(found) == [(MIDDLE, (0, 1), actual, "as saved", "")]
@@ -371,8 +372,8 @@ CHANGED = "the state is changed on the way: cast, reset or recomputed by save() 
 
 def adam(evidence: Evidence, names: Collection[str], **changes: str) -> Evidence:
     """Give every parameter the state of Adam, and change it for these after loading."""
-    saved = dict.fromkeys(evidence.continued[0].state, ADAM)
-    loaded = saved | dict.fromkeys(names, ADAM | changes)
+    saved = dict.fromkeys(evidence.continued[0].state, described(**ADAM))
+    loaded = saved | dict.fromkeys(names, described(**ADAM | changes))
     return again(again(evidence, "continued", state=saved), "resumed", state=loaded)
 
 
@@ -463,7 +464,7 @@ def test_a_second_save_that_is_not_restored():
     ("loaded", "actual", "expected"),
     [
         ({}, "no optimizer state", "momentum_buffer, as saved"),
-        ({"momentum_buffer": "zeros"}, "different momentum_buffer", "the saved optimizer state"),
+        (described(momentum_buffer="zeros"), "different momentum_buffer", "the saved optimizer state"),
     ],
 )
 def test_a_second_save_without_the_optimizer(loaded, actual, expected):
@@ -477,18 +478,20 @@ def test_a_second_save_without_the_optimizer(loaded, actual, expected):
 
 def test_master_weights_of_the_first_save():
     master = "(parameter 3 of the optimizer)"
-    first = again(healthy(), "continued", state={master: {"exp_avg": "first"}})
-    first = again(first, "resumed", state={master: {"exp_avg": "first"}})
-    stale = again(first, "saved_again", state={master: {"exp_avg": "later"}})
-    stale = again(stale, "restored_again", state={master: {"exp_avg": "first"}})
+    first = again(healthy(), "continued", state={master: described(exp_avg="first")})
+    first = again(first, "resumed", state={master: described(exp_avg="first")})
+    stale = again(first, "saved_again", state={master: described(exp_avg="later")})
+    stale = again(stale, "restored_again", state={master: described(exp_avg="first")})
     assert [found[:2] for found in findings_of(verdict(AGAIN, stale))] == [(master, (0, 1))]
 
 
 def test_extra_state_and_settings_of_the_first_save():
     evidence = healthy()
     for observed, count in (("continued", 1), ("saved_again", 2), ("restored_again", 1)):
-        model = replace(getattr(evidence, observed)[0].model, extra={"counter._extra_state": f"forwards={count}"})
-        evidence = again(evidence, observed, model=model, groups=({"lr": f"{1 / count:g}", "betas": "0.9"},))
+        model = replace(
+            getattr(evidence, observed)[0].model, extra=described(counter___extra_state=f"forwards={count}")
+        )
+        evidence = again(evidence, observed, model=model, groups=(described(lr=f"{1 / count:g}", betas="0.9"),))
     assert findings_of(verdict(AGAIN, evidence)) == [
         ("counter._extra_state", (0, 1), "the second save has the state of the first", "the current state", ""),
         (None, (0, 1), "the second save has lr=1 of the first in the optimizer's group 0", "the current 0.5", ""),
@@ -496,8 +499,8 @@ def test_extra_state_and_settings_of_the_first_save():
 
 
 def exporting(evidence: Evidence, later: str, dtype: str = "float32") -> Evidence:
-    evidence = again(evidence, "continued", exported={MIDDLE: f"{dtype} (8, 3) first"})
-    return again(evidence, "saved_again", exported={MIDDLE: f"{dtype} (8, 3) {later}"})
+    evidence = again(evidence, "continued", exported=described(layers__0__weight=f"{dtype} (8, 3) first"))
+    return again(evidence, "saved_again", exported=described(layers__0__weight=f"{dtype} (8, 3) {later}"))
 
 
 def test_a_state_dict_that_keeps_its_first_values():
@@ -561,11 +564,12 @@ def test_dropouts_and_frozen_parts_that_resuming_sets_otherwise():
 
 def test_a_second_save_of_the_first_average():
     entry = "ema.layers.0.weight"
-    evidence = again(again(healthy(), "continued", beside={entry: "first"}), "saved_again", beside={entry: "second"})
-    assert verdict(AGAIN, again(evidence, "restored_again", beside={entry: "second"})).status == "passed"
+    first, second, other = (described(ema__layers__0__weight=text) for text in ("first", "second", "other"))
+    evidence = again(again(healthy(), "continued", beside=first), "saved_again", beside=second)
+    assert verdict(AGAIN, again(evidence, "restored_again", beside=second)).status == "passed"
     # Each rank has a counter of its own, and torch keeps one of them.
-    unlike = again(again(evidence, "saved_again", plain=(entry,)), "saved_again", (1,), beside={entry: "other"})
-    assert verdict(AGAIN, again(unlike, "restored_again", beside={entry: "first"})).status == "passed"
-    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", (1,), beside={entry: "first"}))) == [
+    unlike = again(again(evidence, "saved_again", plain=(entry,)), "saved_again", (1,), beside=other)
+    assert verdict(AGAIN, again(unlike, "restored_again", beside=first)).status == "passed"
+    assert findings_of(verdict(AGAIN, again(evidence, "restored_again", (1,), beside=first))) == [
         (entry, (1,), "the second save has the values of the first", "the current values", "")
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_meta import Part, Subject
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved_rows, movements
 from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
@@ -221,13 +223,15 @@ def test_an_optimizer_is_rebuilt_by_the_names_of_its_parameters(model_tied, refe
 
 
 def test_fingerprints_show_numbers_and_dtypes():
-    assert fingerprint(torch.tensor(3.0)) == "float32 () 3.0"
-    assert fingerprint(torch.tensor(3)) == "int64 () 3"
-    assert fingerprint(torch.tensor(0.5, dtype=torch.bfloat16)) == "bfloat16 () 0.5"
-    assert fingerprint(3.0) == "3.0"
+    assert fingerprint(torch.tensor(3.0)) == Fingerprint("3.0", 3.0, "float32", ())
+    assert fingerprint(torch.tensor(0.5, dtype=torch.bfloat16)) == Fingerprint("0.5", 0.5, "bfloat16", ())
+    numbers = {3.0: 3.0, 10**400: float("inf"), True: None, "3": None}
+    assert {value: fingerprint(value).number for value in numbers} == numbers
     hashed = fingerprint(torch.ones(2))
-    assert hashed.startswith("float32 (2,) ")
+    assert (hashed.number, hashed.dtype, hashed.shape) == (None, "float32", (2,))
     assert hashed != fingerprint(torch.zeros(2))
+    nan = fingerprint(float("nan"))
+    assert nan == replace(nan, number=-float("nan")), "it is as it was saved"
 
 
 @pytest.mark.parametrize(

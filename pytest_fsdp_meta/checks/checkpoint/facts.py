@@ -1,6 +1,6 @@
 """Evidence about checkpoints: the keys saved, and the values after loading them again, here or in another world.
 
-A digest is a short string that is the same for the same bytes, on every device.
+A digest is a short string that is the same for the same bytes, on every device, and a fingerprint describes any value.
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ NO_STATE = "no state"
 
 
 @dataclass(frozen=True)
+class Fingerprint:
+    """Any value of a state dict; those of equal values are equal, however the values were pickled.
+
+    ``content`` is the value as text or a digest of it, of a tensor without dtype and shape.
+    """
+
+    content: str
+    number: float | None = field(default=None, compare=False)  # NaN would differ from itself
+    """The value, if it is one number, also in a tensor."""
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    """Of a tensor; None for other values."""
+
+    def __str__(self) -> str:
+        return self.content if self.shape is None else f"{self.dtype} {self.shape} {self.content}"
+
+
+@dataclass(frozen=True)
 class RankStateDict:
     """The keys under which a rank saves the model.
 
@@ -34,7 +52,7 @@ class RankStateDict:
 class RankSaved:
     """The checkpointed values on one rank, either before saving or after loading.
 
-    ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` does the same for the
+    ``tensors`` maps parameters and persistent buffers to digests of this rank's shard. ``extra`` has the
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
     ``moved`` names the parameters that the author's save() itself changes, and ``rounded`` the tensors that it changes
@@ -42,7 +60,7 @@ class RankSaved:
     """
 
     tensors: Mapping[str, str]
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Fingerprint] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
@@ -54,19 +72,19 @@ class RankResumed:
     """Model and optimizer of one rank at a checkpoint, and the losses of the training steps that follow it.
 
     ``state`` is the optimizer's state by parameter and key, and ``groups`` has the hyperparameters of its parameter
-    groups; both as short strings that are equal for equal values.
+    groups.
     """
 
     model: RankSaved
-    state: Mapping[str, Mapping[str, str]]
-    groups: tuple[Mapping[str, str], ...]
+    state: Mapping[str, Mapping[str, Fingerprint]]
+    groups: tuple[Mapping[str, Fingerprint], ...]
     losses: tuple[float, ...] = ()
     frozen: tuple[str, ...] = ()
     """The parameters that require no gradient."""
     tied: tuple[tuple[str, ...], ...] = ()
     """The groups of parameters that have one memory."""
-    exported: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of what the author's ``state_dict(model)`` returned, if it is declared, by key."""
+    exported: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """What the author's ``state_dict(model)`` returned, if it is declared, by key."""
     rates: tuple[tuple[float, ...], ...] = ()
     """The learning rate of each parameter group, for each step that follows."""
     evaluating: tuple[str, ...] = ()
@@ -77,14 +95,14 @@ class RankResumed:
     """All modules that are in ``eval()`` then."""
     dropouts: Mapping[str, float] = field(default_factory=dict)
     """The settings of dropouts then, by module and attribute."""
-    beside: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of the scheduler's state and of what is kept beside the model: "scheduler.last_epoch" -> "3"."""
-    rounded: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """The scheduler's state and what is kept beside the model, by entry, such as "scheduler.last_epoch"."""
+    rounded: Mapping[str, Fingerprint] = field(default_factory=dict)
     """The same of tensors in float32 after rounding to the dtype of the parameters, if that is a lower one."""
     plain: tuple[str, ...] = ()
     """The entries of ``beside`` that are not DTensors."""
-    beside_before: Mapping[str, str] = field(default_factory=dict)
-    """The same fingerprints before the checkpoint was loaded."""
+    beside_before: Mapping[str, Fingerprint] = field(default_factory=dict)
+    """``beside`` before the checkpoint was loaded."""
     running: bool = False
     """Whether save() returned while threads or processes that it had started were still running."""
     saved_in_train: tuple[str, ...] = ()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, changes, diverging_names
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
@@ -142,34 +142,35 @@ def _compare_states(before: RankResumed, after: RankResumed, name: str) -> Itera
         yield from _compare_values(*({key: own[key] for key in own if key not in rebuilt} for own in (saved, loaded)))
 
 
-def _compare_values(saved: Mapping[str, str], loaded: Mapping[str, str]) -> Iterator[Mismatch]:
+def _compare_values(saved: Mapping[str, Fingerprint], loaded: Mapping[str, Fingerprint]) -> Iterator[Mismatch]:
     """Yield the numbers that differ, the keys with another dtype, and all others that differ."""
-    differing: dict[tuple[str, str], list[str]] = {}
+    differing: dict[tuple[str, str] | None, list[str]] = {}
     for key, old, new in changes(saved, loaded):
-        numbers, dtypes = (_number_in(new), _number_in(old)), (_dtype_in(new), _dtype_in(old))
-        if all(numbers) and len(set(numbers)) > 1:
+        if numbers := _unlike(_number, new, old):
             yield Mismatch(f"{key} {numbers[0]} after loading", numbers[1])
         else:
-            differing.setdefault(dtypes if all(dtypes) and len(set(dtypes)) > 1 else ("", ""), []).append(key)
-    for (now, once), keys in differing.items():
-        if now:
-            yield Mismatch(f"{', '.join(keys)} in {now} after loading", once)
+            differing.setdefault(_unlike(_dtype, new, old), []).append(key)
+    for dtypes, keys in differing.items():
+        if dtypes:
+            yield Mismatch(f"{', '.join(keys)} in {dtypes[0]} after loading", dtypes[1])
         else:
             yield Mismatch(f"different {', '.join(keys)} after loading", "the saved optimizer state")
 
 
-def _number_in(fingerprint: str) -> str:
-    """Return the number that a fingerprint shows ("3" for "3.0" and "float32 () 3.0"), or empty."""
-    try:
-        return f"{float(fingerprint.rpartition('() ')[2]):.9g}"
-    except ValueError:
-        return ""
+def _unlike(
+    read: Callable[[Fingerprint], str], new: Fingerprint | None, old: Fingerprint | None
+) -> tuple[str, str] | None:
+    """Return what is read of both values, if it can be read and differs."""
+    now, once = (value and read(value) for value in (new, old))
+    return (now, once) if now and once and now != once else None
 
 
-def _dtype_in(fingerprint: str) -> str:
-    """Return the dtype of a tensor's fingerprint, such as "float32 (2, 3) <hash>"; empty for other values."""
-    dtype, bracket, _ = fingerprint.partition(" (")
-    return dtype if bracket and dtype.isidentifier() else ""
+def _number(value: Fingerprint) -> str:
+    return "" if value.number is None else f"{value.number:.9g}"
+
+
+def _dtype(value: Fingerprint) -> str:
+    return value.dtype
 
 
 def _compare_groups(before: RankResumed, after: RankResumed) -> Iterator[Mismatch]:
@@ -236,10 +237,12 @@ def _is_changed(name: str, loaded: RankResumed) -> bool:
     return any(loaded.beside.get(entry) != before[entry] for entry in own)
 
 
-def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: RankResumed) -> Mismatch:
-    if not old:
+def _describe_beside(
+    name: str, old: Fingerprint | None, new: Fingerprint | None, saved: RankResumed, loaded: RankResumed
+) -> Mismatch:
+    if old is None:
         return Mismatch("a state after loading", "none, as saved")
-    if not new:
+    if new is None:
         return Mismatch("no state after loading", "a state, as saved")
     if new == saved.rounded.get(name):
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
@@ -250,10 +253,9 @@ def _describe_beside(name: str, old: str, new: str, saved: RankResumed, loaded: 
         built = loaded.beside_before.get(name)
         # What training left as it was built is a setting.
         explanation = _STARTS_AGAIN if built == new else _OTHER_SETTINGS if built == old else _STEPPED
-    for read in (_number_in, _dtype_in):
-        now, once = read(new), read(old)
-        if now and once and now != once:
-            return Mismatch(f"{now} after loading", f"{once}, as saved", **explanation)
+    for read in (_number, _dtype):
+        if texts := _unlike(read, new, old):
+            return Mismatch(f"{texts[0]} after loading", f"{texts[1]}, as saved", **explanation)
     return Mismatch("different after loading", "as saved", **explanation)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, RankSaved, Resharded
+from pytest_fsdp_meta.checks.checkpoint.facts import FOREIGN, NO_STATE, Fingerprint, RankSaved, Resharded
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.registry import checkpoint_check
@@ -188,13 +188,10 @@ def _not_restored(
 
 
 def _kept_beside(view: View, loaded: Mapping[int, str]) -> str:
-    """Return what is kept beside the model and had the ``loaded`` digest of each rank when saving; "" if nothing had.
-
-    A fingerprint of a tensor ends with the digest of its elements.
-    """
+    """Return what beside the model had the ``loaded`` digest of each rank when it was saved; "" if nothing had."""
     saved = view.evidence.continued or ()
     owners = [
-        {entry.partition(".")[0] for entry, value in saved[rank].beside.items() if value.rpartition(" ")[2] == digest}
+        {entry.partition(".")[0] for entry, value in saved[rank].beside.items() if value.content == digest}
         for rank, digest in loaded.items()
         if rank < len(saved)
     ]
@@ -226,7 +223,9 @@ _EXTRA_STATE: Explanation = {
 }
 
 
-def _changed_on(name: str, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+def _changed_on(
+    name: str, before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]
+) -> tuple[int, ...]:
     """Return the ranks that have the name before and after, with different bits.
 
     load_is_repeatable reports names that only one of the two loads has.
@@ -235,9 +234,11 @@ def _changed_on(name: str, before: Sequence[Mapping[str, str]], after: Sequence[
     return tuple(rank for rank, (old, new) in pairs if name in old and new.get(name, old[name]) != old[name])
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (entry, old, new) for fingerprints that differ between two moments of a rank; "" where one lacks it."""
-    pairs = ((entry, old.get(entry, ""), new.get(entry, "")) for entry in {**old, **new})
+def changes(
+    old: Mapping[str, Fingerprint], new: Mapping[str, Fingerprint]
+) -> Iterator[tuple[str, Fingerprint | None, Fingerprint | None]]:
+    """Yield (entry, old, new) for values that differ between two moments of a rank; None where one lacks it."""
+    pairs = ((entry, old.get(entry), new.get(entry)) for entry in {**old, **new})
     return (change for change in pairs if change[1] != change[2])
 
 

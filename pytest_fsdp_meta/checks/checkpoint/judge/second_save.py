@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.resuming import kept_by_one_rank
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
@@ -98,9 +98,9 @@ def _compare_exports(rank: _Saves, tensor: TensorFacts | None) -> Mismatch | Non
     if tensor is None:
         return None
     before, now = (run.model.tensors.get(tensor.name) for run in (rank.first, rank.second))
-    exported = rank.second.exported.get(tensor.name, "")
+    exported = rank.second.exported.get(tensor.name)
     # In a coarser dtype, a small step may round to the same values.
-    exact = exported.partition(" ")[0] in (tensor.dtype, "float64")
+    exact = exported is not None and exported.dtype in (tensor.dtype, "float64")
     if before == now or not exact or exported != rank.first.exported.get(tensor.name):
         return None
     return Mismatch("state_dict() still returns the values of the first save", CURRENT)
@@ -122,7 +122,7 @@ def _compare_rest(view: View, ranks: Sequence[_Saves]) -> Iterator[Finding]:
     yield from view.findings_for(None, settings)
 
 
-def _stale_on(values: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
+def _stale_on(values: Sequence[Sequence[Fingerprint | None]]) -> tuple[int, ...]:
     """Return the ranks that load the first value although they saved another; ``values`` has first, second, loaded."""
     return tuple(rank for rank, (first, second, loaded) in enumerate(values) if first == loaded != second)
 
@@ -130,7 +130,7 @@ def _stale_on(values: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
 def _stale_settings(rank: _Saves) -> Iterator[Mismatch]:
     for number, (first, second, loaded) in enumerate(zip(*(run.groups for run in rank), strict=False)):
         for key, current, stale in changes(second, loaded):
-            if current and stale == first.get(key):
+            if current and stale and stale == first.get(key):
                 actual = f"the second save has {key}={stale} of the first in the optimizer's group {number}"
                 yield Mismatch(actual, f"the current {current}")
 

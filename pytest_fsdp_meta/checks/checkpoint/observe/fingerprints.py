@@ -1,4 +1,4 @@
-"""Reduce any value of a state dict to a short string that is equal for equal values."""
+"""Reduce any value of a state dict to a fingerprint."""
 
 from __future__ import annotations
 
@@ -11,44 +11,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.bits import digest
 
 READABLE = 40
-"""Most characters of a fingerprint that is not hashed."""
+"""Most characters of a text that is not hashed."""
 
 
-def fingerprint(value: Any, within: tuple[Any, ...] = ()) -> str:
-    """Return a short string that is equal for equal values, however they were pickled.
+def fingerprint(value: Any) -> Fingerprint:
+    """Describe a value so that equal ones have equal descriptions, however they were pickled.
 
-    ``within`` are the values that contain this one; a value that contains itself is described as such.
+    A tensor of one number, such as Adam's step, keeps the number, which messages show, and others a hash of the
+    elements.
     """
+    if not isinstance(value, Tensor):
+        return Fingerprint(_as_text(value, ()), _number(value))
+    dtype, shape, local = str(value.dtype).removeprefix("torch."), tuple(value.shape), local_part(value)
+    if local.is_meta:
+        return Fingerprint("on meta", None, dtype, shape)
+    if local.ndim or local.is_quantized:
+        return Fingerprint(digest(local), None, dtype, shape)
+    return Fingerprint(repr(local.item()), _number(local.item()), dtype, shape)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(repr(value)) if is_number else None  # that of an int too large for a float is infinite
+
+
+def _as_text(value: Any, within: tuple[Any, ...]) -> str:
+    """``within`` are the values that contain this one; a value that contains itself is described as such."""
     if any(value is outer for outer in within):
         return f"the same {type(value).__name__} again"
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {tuple(value.shape)} {_describe_content(local_part(value))}"
+        return str(fingerprint(value))
     plain = isinstance(value, (bool, int, float, str, type(None)))
     text = repr(value) if plain else " ".join(_describe(value, (*within, value)))
     return text if len(text) <= READABLE else _hash(text.encode())
-
-
-def _describe_content(local: Tensor) -> str:
-    """Return a hash of the elements or, for a number such as Adam's step, the number, which messages show."""
-    if local.is_meta:
-        return "on meta"
-    return repr(local.item()) if not local.ndim and not local.is_quantized else digest(local)
 
 
 def _describe(value: Any, within: tuple[Any, ...]) -> Iterator[str]:
     # torch gathers a tuple, such as Adam's betas, as a list.
     yield "list" if isinstance(value, tuple) else type(value).__name__
     if isinstance(value, Mapping):
-        yield from sorted(f"{key!r}={fingerprint(part, within)}" for key, part in value.items())
+        yield from sorted(f"{key!r}={_as_text(part, within)}" for key, part in value.items())
     elif isinstance(value, (list, tuple)):
-        yield from (fingerprint(part, within) for part in value)
+        yield from (_as_text(part, within) for part in value)
     elif isinstance(value, (set, frozenset)):
-        yield from sorted(fingerprint(part, within) for part in value)
+        yield from sorted(_as_text(part, within) for part in value)
     elif isinstance(value, Enum):
         yield value.name
     elif isinstance(value, torch.Generator):
@@ -58,10 +69,10 @@ def _describe(value: Any, within: tuple[Any, ...]) -> Iterator[str]:
     elif isinstance(value, (bytes, bytearray)):
         yield _hash(value)
     elif hasattr(value, "__dict__"):
-        yield fingerprint(dict(vars(value)), within)
+        yield _as_text(dict(vars(value)), within)
     elif not any("__repr__" in vars(kind) for kind in type(value).__mro__[:-1]):  # that of object shows the address
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        yield fingerprint({name: getattr(value, name, None) for name in slots}, within)
+        yield _as_text({name: getattr(value, name, None) for name in slots}, within)
     else:
         yield repr(value)
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.checks.checkpoint.facts import FirstStep, RankResumed, RankSaved
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, FirstStep, RankResumed, RankSaved
 from pytest_fsdp_meta.checks.checkpoint.observe.author import (
     call_author,
     is_untouched,
@@ -373,7 +373,7 @@ def _describe_loaded_model(subject: Subject) -> RankSaved:
 
 def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> RankResumed:
     names = _first_names(subject.model)
-    state: dict[str, Mapping[str, str]] = {}
+    state: dict[str, Mapping[str, Fingerprint]] = {}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if own_state := optimizer.state.get(parameter):
             name = names.get(id(parameter), f"(parameter {number} of the optimizer)")

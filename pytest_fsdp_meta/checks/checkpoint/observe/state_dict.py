@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, RankExport, RankStateDict
+from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, Fingerprint, RankExport, RankStateDict
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -51,7 +51,7 @@ def observe_state_dict() -> RankStateDict:
     return RankStateDict(keys, refused)
 
 
-def fingerprint_state_dict() -> dict[str, str]:
+def fingerprint_state_dict() -> dict[str, Fingerprint]:
     """Return fingerprints of what the author's ``state_dict(model)`` returns now, by key."""
     return {key: fingerprint(value) for key, value in author_state_dict(resharded_subject()).items()}
 

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -147,7 +148,7 @@ class Beside:
         """Return whether an entry belongs to the scheduler."""
         return entry.startswith(f"{SCHEDULER}.")
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self) -> dict[str, Fingerprint]:
         return {name: fingerprint(value) for name, value in self.entries()}
 
     def plain(self) -> tuple[str, ...]:
@@ -168,8 +169,8 @@ class Beside:
                 found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
         return tuple(found)
 
-    def rounded(self, model: Module) -> dict[str, str]:
-        """Return the fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
+    def rounded(self, model: Module) -> dict[str, Fingerprint]:
+        """Return fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
 
         Copies in float32 that are rebuilt from the parameters look like this.
         """
@@ -181,7 +182,7 @@ class Beside:
         for name, value in self.entries():
             if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) and value.ndim:
                 rounded = local_part(value).to(dtype).to(value.dtype)
-                found[name] = fingerprint(rounded).replace(str(tuple(rounded.shape)), str(tuple(value.shape)), 1)
+                found[name] = replace(fingerprint(rounded), shape=tuple(value.shape))
         return found
 
 
