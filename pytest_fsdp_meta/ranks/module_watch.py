@@ -198,7 +198,8 @@ class RunningModule:
     def __init__(self, model: Module) -> None:
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
-        self._learning = False
+        self.is_learning = False
+        """Whether gradients were enabled when the outermost one began to run."""
 
     @property
     def name(self) -> str:
@@ -210,11 +211,6 @@ class RunningModule:
         """Whether a module runs."""
         return bool(self._running)
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether gradients were enabled when the outermost one began to run."""
-        return self._learning
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow the modules that run in the block."""
@@ -225,7 +221,7 @@ class RunningModule:
 
     def _enter(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._learning = self._learning if self._running else torch.is_grad_enabled()
+            self.is_learning = self.is_learning if self._running else torch.is_grad_enabled()
             self._running.append(self._names.get(id(module), self.name))
 
     def _leave(self, *_: Any) -> None:

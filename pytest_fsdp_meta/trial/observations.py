@@ -167,13 +167,13 @@ class ObservationRun(TableRun):
         self.see(reference=reference)  # also if the training fails
         runs = self._train_beside(reference)
         if self._departs(runs):
-            given = self._giving().own_changes(reference, runs)
-            if given.steering:
+            facts, steering = self._giving().own_changes(reference, runs)
+            if steering:
                 self._watched_steps = run_on(self.world, on_ranks.step_collectives.observe_step)
                 self.loads.begin_again()
-                runs = self._train_beside(self._giving().as_loaded(replace(reference, **given.facts)))
+                runs = self._train_beside(self._giving().as_loaded(replace(reference, **facts)))
             else:  # nothing to train otherwise for
-                self.see(reference=replace(self.seen.reference, **given.facts))
+                self.see(reference=replace(self.seen.reference, **facts))
         trained = self.seen.reference
         if not self._departs(runs):
             return runs

@@ -19,6 +19,7 @@ from typing import Any
 QUESTION = ("where",)
 """The message that asks a rank for its ``Whereabouts``; the answer begins with the same word."""
 SIZE = "TORCH_FR_BUFFER_SIZE"
+"""The variable that enables the recorder; the user may have set it."""
 ENTRIES = "500"
 """Collectives that torch records. Recording one costs about 7 microseconds, reading all of them 30 milliseconds."""
 RECENT = 100
@@ -67,11 +68,6 @@ class Whereabouts:
     flight: Flight | None = None
     stopped: bool = False
     """Whether a signal such as SIGSTOP has stopped the rank."""
-
-
-def enable_recording() -> None:
-    """Enable the recorder, unless the user has set its size. Torch reads the size before the first process group."""
-    os.environ.setdefault(SIZE, ENTRIES)
 
 
 def read() -> Flight:
