@@ -101,14 +101,9 @@ PRETRAINED_IMPORTS = [
 ]
 
 
-def run(config: pytest.Config) -> int | None:
-    """Write the test file and return the exit status where ``--fsdp-init`` asks for it, else None.
-
-    Raises UsageError with one line where it cannot be written.
-    """
+def run(config: pytest.Config) -> int:
+    """Write the test file and return the exit status. Raises UsageError with one line where it cannot be written."""
     name = config.getoption(OPTION)
-    if name is None:
-        return None
     try:
         lines = _write(config, parse_loader(name))
     except ValueError as error:

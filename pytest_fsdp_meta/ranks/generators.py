@@ -123,7 +123,7 @@ def _compute_float32(stack: ExitStack) -> None:
     """
     # From version 2.9 on, torch has a precision of float32 for each library and kind of operation.
     kinds = {backends.cuda: ("matmul",), backends.cudnn: ("conv", "rnn"), backends.mkldnn: ("matmul", "conv", "rnn")}
-    places = [getattr(library, kind, None) for library, names in kinds.items() for kind in names]
+    places: list[Any] = [getattr(library, kind, None) for library, names in kinds.items() for kind in names]
     newer = [(place, before) for place in places if isinstance(before := getattr(place, "fp32_precision", None), str)]
     # Restored in the reverse order: the older interface overwrites the newer one.
     for place, before in newer:

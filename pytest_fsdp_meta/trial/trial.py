@@ -183,7 +183,7 @@ class Trial:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:
-    observer: Callable[..., list[Loaded]] = on_ranks.loading.load
+    observer: Callable[..., Loaded] = on_ranks.loading.load
     given: tuple[object, ...] = loader, watch
     if world.spec.simulated:
         observer, given = on_ranks.simulation.load_simulated, (loader,)
