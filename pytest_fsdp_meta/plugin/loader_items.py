@@ -300,7 +300,6 @@ class LoaderItem(RanksItem, pytest.Function):
         return outcome
 
     def _run_outcome(self, run: LoaderRun) -> Outcome:
-        """Return the outcome of one run for this item."""
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)

@@ -183,7 +183,6 @@ def _kind_and_reason(
     outcome: Outcome | None,
     raised: BaseException | None,
 ) -> tuple[str, str]:
-    """Return the ``CheckRecord.kind`` of the item, and the reason in one line."""
     if report.when == "setup" and report.skipped and check in spec.skip:
         return "left out", spec.skip[check]
     if outcome is None:  # a mark, a fixture or a hook of another plugin ended the item

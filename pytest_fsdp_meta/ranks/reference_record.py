@@ -101,7 +101,6 @@ class RecordWriter:
         self._buffers.rotate()
 
     def _finish(self, most: int) -> None:
-        """Wait until at most this many records are being written."""
         while len(self._writing) > most:
             self._writing.popleft().result()
 
@@ -213,7 +212,6 @@ class Record:
         return torch.cat([self.read(name, list(block)).reshape(-1) for block in blocks])
 
     def _dtype_of_bytes(self, name: str) -> str | None:
-        """Return the dtype of a tensor that is stored as bytes; None for other tensors."""
         return self._as_bytes.get(self._aliases.get(name, name))
 
     def _slice(self, name: str) -> Any:

@@ -75,11 +75,12 @@ def _all_or_none(held: Sequence[Held | str]) -> tuple[list[Held], str]:
     return [] if problem else [own for own in held if not isinstance(own, str)], problem
 
 
-Compare = Callable[[World], Sequence[tuple[Comparison, ...]]]
-"""Compare the model in this world, which has loaded the checkpoint, with what was saved."""
-
-
-def reshard_model(world: World, saved: str, compare: Compare, loads_in_same_size: Callable[[], bool]) -> Resharded:
+def reshard_model(
+    world: World,
+    saved: str,
+    compare: Callable[[World], Sequence[tuple[Comparison, ...]]],
+    loads_in_same_size: Callable[[], bool],
+) -> Resharded:
     """Load the model that was ``saved``, and ``compare`` it.
 
     An error is a refusal only if a world of the size that saved can load the same checkpoint.

@@ -95,11 +95,11 @@ def _groups() -> dict[str, Group]:
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     }
-    return {name: Group(_title(group.group_desc), tuple(sorted(ranks))) for name, (group, ranks) in mine.items()}
-
-
-def _title(description: str) -> str:
-    return {"default_pg": "the default group", "undefined": ""}.get(description, description)
+    titles = {"default_pg": "the default group", "undefined": ""}
+    return {
+        name: Group(titles.get(group.group_desc, group.group_desc), tuple(sorted(ranks)))
+        for name, (group, ranks) in mine.items()
+    }
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:

@@ -171,7 +171,6 @@ class _Relay:
         return False
 
     def _execute(self, command: tuple[Any, ...]) -> None:
-        """Execute a command of ``RemoteMember``."""
         name, *arguments = command
         if name == "send":
             self.member.send(make_note(arguments[0], self.folder / "call"))
