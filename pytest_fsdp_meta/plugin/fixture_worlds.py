@@ -206,7 +206,6 @@ def _exception_for(error: WorldError) -> BaseException:
 
 
 def _describe_disagreement(error: WorldError) -> str:
-
     def outcome(failure: RankFailure) -> str:
         return UNANIMOUS_OUTCOMES[failure.exception] + (f" ({failure.message})" if failure.message else "")
 
