@@ -307,9 +307,12 @@ def _describe(module: Module, used: Collection[str]) -> ModuleFacts:
     forward = inspect.unwrap(vars(module).get("forward", kind.forward))
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
-    return ModuleFacts(
-        kind.__name__, file, line, settings=_settings(module, used), splits_output=_splits_output(module)
-    )
+    weight, splits = module.weight if isinstance(module, Linear) else None, False
+    if isinstance(weight, DTensor):
+        placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
+        # A fused weight has another kind of placement: its slices lie elsewhere.
+        splits = any(type(place) is Shard and place.dim == 0 and splits_model(dim) for dim, place in placed)
+    return ModuleFacts(kind.__name__, file, line, settings=_settings(module, used), splits_output=splits)
 
 
 def _settings(module: Module, used: Collection[str]) -> dict[str, str]:
@@ -350,12 +353,3 @@ def codes_of(function: Any) -> list[CodeType]:
             found.append(code)
             new += code.co_consts
     return found
-
-
-def _splits_output(module: Module) -> bool:
-    weight = module.weight if isinstance(module, Linear) else None
-    if not isinstance(weight, DTensor):
-        return False
-    placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
-    # A fused weight has another kind of placement: its slices lie elsewhere.
-    return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)

@@ -57,9 +57,6 @@ class Recorded:
     def compare_model(self, world: World) -> list[tuple[Comparison, ...]]:
         return run_on(world, saved_state.compare_model, self.model, self.folder)
 
-    def compare_state(self, world: World) -> list[tuple[Comparison, ...]]:
-        return run_on(world, saved_state.compare_state, self.state, self.folder)
-
 
 def record_saved(world: World, folder: str) -> Recorded:
     """Let the ranks that have saved record what it was. State that is recorded without the model is of no use."""
@@ -112,7 +109,8 @@ def reshard_all(world: World, load_again: Callable[[], World], saved: str, recor
         return replace(_refusal(mesh, error), optimizer_refused=True)
     resharded = Resharded(mesh, tuple(recorded.compare_model(world)))
     try:
-        return replace(resharded, optimizer=tuple(recorded.compare_state(world)))
+        state = run_on(world, saved_state.compare_state, recorded.state, recorded.folder)
+        return replace(resharded, optimizer=tuple(state))
     except WorldError as error:
         return replace(resharded, optimizer_problem=error.summary)
 
