@@ -164,13 +164,16 @@ class World:
             self._written = self._all_written()
             if self._follower is not None:
                 self._follower.stop()
+                self._follower = None
             for member in self._members:
                 member.release()
+            self._members, self._conversation = [], None
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
             if self._at_exit is not None:
                 self._at_exit.cancel()
-            self._forget_ranks()
+                self._at_exit = None
 
     def _set_aside(self) -> World:
         """Move the running ranks to a new World and return it, so that closing this one does not end them."""
@@ -179,11 +182,8 @@ class World:
         if self._at_exit is not None:
             self._at_exit.cancel()
         self._written = self._all_written()
-        self._forget_ranks()
-        return aside
-
-    def _forget_ranks(self) -> None:
         self._members, self._conversation, self._folder, self._follower, self._at_exit = [], None, None, None, None
+        return aside
 
     def post_mortem(self, rank: int, debugger: str) -> bool:
         """Open a debugger where the last call failed on the rank, as ``Conversation.post_mortem`` does."""

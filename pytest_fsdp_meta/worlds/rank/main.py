@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from pytest_fsdp_meta.worlds.engine import DOING
@@ -175,7 +175,8 @@ def _answer_call(channel: Channel, task: Assignment, message: tuple[Any, ...]) -
         try:
             function, args, kwargs = pickle.loads(payload)
             if target:
-                function = resolve_name(target)
+                module, _, name = target.partition(":")
+                function = getattr(import_module(module), name)
             with nullcontext() if target else forward_warnings():
                 result = function(*args, **kwargs)
         finally:
