@@ -25,6 +25,12 @@ class _PooledWorld:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     idle: bool = False
 
+    def begin_test(self, private: Collection[str]) -> None:
+        """Reset the ranks, and give them the environment and folder that a fresh world would get now."""
+        names = (self.environ.keys() | os.environ.keys()) - set(private)
+        changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self.environ.get(name)}
+        self.world.call(f"{RESET}:begin_test", (changed, os.getcwd()), doing=PREPARING)
+
 
 class Pool:
     """Running worlds, each kept for its owner until ``end(owner)``.
@@ -46,11 +52,7 @@ class Pool:
             pooled.world.start()
             pooled.world.call(f"{RESET}:record_start", doing=PREPARING)
         elif pooled.idle:
-            # Reset the ranks, and give them the environment and folder that a fresh world would get now.
-            now, then = dict(os.environ), pooled.environ
-            names = (then.keys() | now.keys()) - set(self._private)
-            changed = {name: now.get(name) for name in names if now.get(name) != then.get(name)}
-            pooled.world.call(f"{RESET}:begin_test", (changed, os.getcwd()), doing=PREPARING)
+            pooled.begin_test(self._private)
         pooled.idle = False
         return pooled.world
 
