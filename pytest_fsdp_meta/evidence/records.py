@@ -89,7 +89,6 @@ def combine_subjects(
 
 def _with_ties(subject: SubjectFacts, inventory: RankInventory) -> SubjectFacts:
     """Return the declarations with those of one name of a tie for all its names: they are one parameter."""
-
     tied = inventory.tied_with
 
     def all_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -188,7 +188,6 @@ def _owner(item: pytest.Item, scope: str) -> pytest.Item | pytest.Collector:
 
 
 def _exception_for(error: WorldError) -> BaseException:
-    """Return the exception that the ranks' failure raises in the test."""
     if error.unanimous in UNANIMOUS_OUTCOMES:
         reason = "; ".join(dict.fromkeys(failure.message for failure in error.failures))
         if error.unanimous in SKIPS:
@@ -207,7 +206,6 @@ def _exception_for(error: WorldError) -> BaseException:
 
 
 def _describe_disagreement(error: WorldError) -> str:
-
     def outcome(failure: RankFailure) -> str:
         return UNANIMOUS_OUTCOMES[failure.exception] + (f" ({failure.message})" if failure.message else "")
 

@@ -101,14 +101,9 @@ PRETRAINED_IMPORTS = [
 ]
 
 
-def run(config: pytest.Config) -> int | None:
-    """Write the test file and return the exit status where ``--fsdp-init`` asks for it, else None.
-
-    Raises UsageError with one line where it cannot be written.
-    """
+def run(config: pytest.Config) -> int:
+    """Write the test file and return the exit status. Raises UsageError with one line where it cannot be written."""
     name = config.getoption(OPTION)
-    if name is None:
-        return None
     try:
         lines = _write(config, parse_loader(name))
     except ValueError as error:
@@ -123,7 +118,6 @@ def run(config: pytest.Config) -> int | None:
 
 
 def _write(config: pytest.Config, name: str) -> list[str]:
-    """Write the file; return the lines to print. Raises ValueError."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         raise ValueError(f"it runs no tests; remove {' '.join(map(repr, config.args))}")
     if config.getoption("numprocesses", None) or config.getoption("tx", None):
@@ -183,7 +177,6 @@ def _describe(text: str, shown: str) -> list[str]:
 
 
 def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], test: str, here: Path) -> str:
-    """Return the text of the file."""
     module, _, attribute = name.partition(":")
     first, dot, rest = attribute.partition(".")
     collected = first.lower().startswith("test")  # pytest would take it for a test
@@ -243,7 +236,6 @@ def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter]) ->
 
 
 def _documented_fields() -> dict[str, str]:
-    """Return the first paragraph of each field's docstring in Subject."""
     (kind,) = ast.parse(inspect.getsource(Subject)).body
     assert isinstance(kind, ast.ClassDef)
     return {

@@ -25,7 +25,7 @@ from pytest_fsdp_meta.plugin.outcomes import FailureLine
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.session import SESSION, PluginSession
 from pytest_fsdp_meta.plugin.settings import runs_nothing
-from pytest_fsdp_meta.plugin.spmd_rank import BODY, TracebackStyle
+from pytest_fsdp_meta.plugin.spmd_rank import BODY
 from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import LeaseError, WorldError, WorldSpec
 
@@ -128,8 +128,9 @@ class SpmdItem(WorldItem):
     def _run_body(self, drawn: dict[str, Any]) -> None:
         packed = self._packed.with_drawn({name: pack_drawn(name, value) for name, value in drawn.items()})
         options = self.config.option
-        style = TracebackStyle("short" if options.tbstyle == "short" else "long", bool(options.showlocals))
-        results = self.plugin.worlds.call(BODY, (packed, style, frozenset(UNANIMOUS_OUTCOMES)), {})
+        style = "short" if options.tbstyle == "short" else "long"
+        given = packed, style, bool(options.showlocals), frozenset(UNANIMOUS_OUTCOMES)
+        results = self.plugin.worlds.call(BODY, given, {})
         returned = sorted({kind for kind in results if kind is not None})
         if returned:
             message = f"{self.nodeid} returned a {returned[0]}, but a test should return None; did you mean assert?"

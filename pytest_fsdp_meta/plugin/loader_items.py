@@ -105,8 +105,15 @@ class LoaderItem(RanksItem, pytest.Function):
                 run.failure = failure
         if not run.has_ended and hypothesis_given.given_test(self.obj) is None:
             self._observe(run)
-        if run.has_ended:
-            self._raise_setup_outcome(run)
+        if not run.has_ended:
+            return
+        self.outcome = outcome = self._run_outcome(run)
+        if run.failure is not None and outcome.status == "skipped":
+            raise _pytest_private.skipped(outcome.message)
+        if outcome.status == "failed":
+            self._show_output("setup", run)
+        if outcome.status == "error":
+            pytest.fail(outcome.message, pytrace=False)
 
     def _set_up_fixtures(self, run: LoaderRun) -> None:
         """Set up the fixtures. One that does not exist is an error of the loader, which its items report once."""
@@ -210,15 +217,6 @@ class LoaderItem(RanksItem, pytest.Function):
         assert self.parent is not None
         return self.loader.name.removeprefix(f"{self.parent.nodeid}::")
 
-    def _raise_setup_outcome(self, run: LoaderRun) -> None:
-        self.outcome = outcome = self._run_outcome(run)
-        if run.failure is not None and outcome.status == "skipped":
-            raise _pytest_private.skipped(outcome.message)
-        if outcome.status == "failed":
-            self._show_output("setup", run)
-        if outcome.status == "error":
-            pytest.fail(outcome.message, pytrace=False)
-
     def runtest(self) -> None:
         """Raise the outcome of the check as pytest's outcome; return if the check passed.
 
@@ -300,7 +298,6 @@ class LoaderItem(RanksItem, pytest.Function):
         return outcome
 
     def _run_outcome(self, run: LoaderRun) -> Outcome:
-        """Return the outcome of one run for this item."""
         if run.failure is not None:
             if run.failure.unanimous_outcome in SKIPS:
                 return Outcome("skipped", run.failure.reason, reason=run.failure.reason)

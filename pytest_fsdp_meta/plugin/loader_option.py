@@ -51,7 +51,12 @@ def plan(config: pytest.Config, settings: Settings, engine: Engine) -> None:
         raise pytest.UsageError(f"--fsdp-loader={settings.loader}: {error}") from None
     if not any(collection.has(arg) for arg in config.args):
         config.args.append(os.fspath(collection.path))
-    _warn_of_values_only(config, collection.checkpoint)
+    if model_type(collection.checkpoint) and importlib.util.find_spec("transformers") is None:
+        message = (
+            f"{collection.checkpoint} is a transformers checkpoint, but transformers is not installed, so only values "
+            "are checked; install it with: pip install 'pytest-fsdp-meta[transformers]'"
+        )
+        config.issue_config_time_warning(pytest.PytestConfigWarning(message), stacklevel=2)
 
 
 def _import_ahead(config: pytest.Config, settings: Settings, engine: Engine, collection: LoaderCollection) -> None:
@@ -71,15 +76,6 @@ def _import_ahead(config: pytest.Config, settings: Settings, engine: Engine, col
         if all(collection.has(arg) for arg in config.args):
             engine.worlds = preloading.WORLDS_OF_A_LOADER
             preloading.begin(engine, {collection.module: os.fspath(collection.path)}, config, loaders=True)
-
-
-def _warn_of_values_only(config: pytest.Config, checkpoint: Path) -> None:
-    if model_type(checkpoint) and importlib.util.find_spec("transformers") is None:
-        message = (
-            f"{checkpoint} is a transformers checkpoint, but transformers is not installed, so only values are "
-            "checked; install it with: pip install 'pytest-fsdp-meta[transformers]'"
-        )
-        config.issue_config_time_warning(pytest.PytestConfigWarning(message), stacklevel=2)
 
 
 class LoaderCollection:

@@ -268,7 +268,6 @@ def _why_not_simulated(arguments: Mapping[str, Any]) -> str:
 
 
 def _simulated_meshes(arguments: Mapping[str, Any], option: tuple[int, ...]) -> tuple[Mapping[str, int], ...] | None:
-    """Return the meshes of the worlds to simulate; None if the loader is to run."""
     simulate, mesh = arguments.get("simulate"), arguments.get("mesh")
     if simulate is None and option:
         return tuple(_grown(mesh, size) for size in option)

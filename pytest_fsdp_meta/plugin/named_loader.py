@@ -149,7 +149,10 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
     The loader must take the checkpoint. It need not take ``fsdp``: it may use torch.distributed instead.
     """
     values = dict(zip(GIVEN, (fsdp, checkpoint), strict=True))
-    signature = _signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, without a signature
+        signature = inspect.signature(lambda *arguments: None)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {p.name for p in signature.parameters.values() if p.kind not in variadic}
     bound: dict[str, Any] = {name: values.pop(name) for name in GIVEN if name in named}
@@ -170,13 +173,6 @@ def bind(function: Callable[..., Any], fsdp: Rank | None, checkpoint: Path) -> i
         raise _unfit(function, signature)
     ordered = {name: bound[name] for name in signature.parameters if name in bound}
     return inspect.BoundArguments(signature, ordered)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, without a signature
-        return inspect.signature(lambda *arguments: None)
 
 
 def _rest(others: list[inspect.Parameter]) -> inspect.Parameter | None:

@@ -137,6 +137,9 @@ def check_record(
     """Return the record of a check with what this phase, which decides it, shows. Places are relative to ``root``."""
     kind, reason = _kind_and_reason(report, check.check, spec, outcome, raised)
     verdict = outcome.verdict if outcome is not None else None
+    place = outcome.line.place if outcome is not None and outcome.line is not None else ""
+    if Path(place.rpartition(":")[0]).is_relative_to(root):
+        place = Path(place).relative_to(root).as_posix()
     return replace(
         check,
         status="skipped" if kind in SKIPS else kind,
@@ -148,21 +151,12 @@ def check_record(
         unjudged=verdict.unjudged if verdict else {},
         all_of=complete_kinds((one.tensor for one in verdict.findings if one.tensor), verdict.model) if verdict else {},
         missing_field=verdict.missing_field if verdict else "",
-        place=_place_of(outcome, root),
+        place=place,
     )
 
 
 def _record_finding(one: Finding) -> FindingRecord:
     return FindingRecord(one.tensor, one.ranks, one.actual, one.expected, one.detail, one.cause, one.remedy, one.origin)
-
-
-def _place_of(outcome: Outcome | None, root: Path) -> str:
-    """Return the user's line that an error points to, relative to ``root`` if it is inside; else ""."""
-    if outcome is None or outcome.line is None or not outcome.line.place:
-        return ""
-    path, _, line = outcome.line.place.rpartition(":")
-    inside = Path(path).is_relative_to(root)
-    return f"{Path(path).relative_to(root).as_posix() if inside else path}:{line}"
 
 
 def _shorten_detail(detail: str) -> str:
@@ -183,7 +177,6 @@ def _kind_and_reason(
     outcome: Outcome | None,
     raised: BaseException | None,
 ) -> tuple[str, str]:
-    """Return the ``CheckRecord.kind`` of the item, and the reason in one line."""
     if report.when == "setup" and report.skipped and check in spec.skip:
         return "left out", spec.skip[check]
     if outcome is None:  # a mark, a fixture or a hook of another plugin ended the item

@@ -96,7 +96,10 @@ def begin(engine: Engine, modules: Mapping[str, str], config: pytest.Config, loa
     """Start importing these test modules, given as files by module name; with ``loaders`` also the observers."""
     results = config.hook.pytest_fsdp_preload()
     downstream = [name for names in results for name in ([names] if isinstance(names, str) else names)]
-    files = {**modules, **_conftests(config)}
+    names = {getattr(plugin, "__name__", "") for plugin in config.pluginmanager.get_plugins()}
+    # Several may be called "conftest"; then the file is that of the module which ``sys.modules`` has.
+    conftests = (name for name in names & sys.modules.keys() if name.rpartition(".")[2] == "conftest")
+    files = {**modules, **{name: file for name in conftests if (file := sys.modules[name].__file__)}}
     engine.sources = Sources(tuple(sys.path), files, _assert_rewriting(files, config))
     engine.modules = [*(ON_RANKS if loaders else ()), *downstream]
     engine.test_modules = list(modules)
@@ -115,13 +118,3 @@ def _assert_rewriting(files: Mapping[str, str], config: pytest.Config) -> tuple[
     verbosity = str(config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS))
     names = (*files, *_pytest_private.rewritten_modules())
     return f"{_pytest_private.__name__}:rewrite_asserts", (str(config.rootpath), verbosity, *names)
-
-
-def _conftests(config: pytest.Config) -> dict[str, str]:
-    """Return the files of conftest modules by module name.
-
-    Several may be called "conftest"; then the file is that of the module which ``sys.modules`` has.
-    """
-    names = {getattr(plugin, "__name__", "") for plugin in config.pluginmanager.get_plugins()}
-    modules = {name: sys.modules.get(name) for name in names if name.rpartition(".")[2] == "conftest"}
-    return {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}

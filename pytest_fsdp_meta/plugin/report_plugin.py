@@ -6,7 +6,7 @@ It runs in the process that pytest was started in; under xdist the workers do no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -116,14 +116,7 @@ class ReportPlugin:
     def _start_report(self) -> None:
         """Replace the old report. Called once tests were collected, so a mistyped path deletes nothing."""
         if self._writer is not None and self._header is not None and not self._is_started:
-            self._is_started = True
-            self._write(Report(SCHEMA, self._header), self._clear)
-
-    def _clear(self) -> None:
-        """Delete the files of an earlier run, so that they never pass for this run's if the disk is full."""
-        assert self._writer is not None
-        self._writer.clear((PAGE, SUMMARY))
-        store.clear_evidence(self._writer.folder / store.FOLDER)
+            self._write(Report(SCHEMA, self._header))
 
     def pytest_report_header(self) -> str:
         settings, simulated = self._settings, bool(self._settings.simulate)
@@ -281,11 +274,15 @@ class ReportPlugin:
         )
         return self._comparer.add_earlier(report)
 
-    def _write(self, report: Report, before: Callable[[], None] = lambda: None) -> None:
+    def _write(self, report: Report) -> None:
         """Write report.json, and at the start and end of the run the page; a failure is printed with the totals."""
         assert self._writer is not None
         try:
-            before()
+            if not self._is_started:
+                self._is_started = True
+                # Delete the files of an earlier run, so that they never pass for this run's if the disk is full.
+                self._writer.clear((PAGE, SUMMARY))
+                store.clear_evidence(self._writer.folder / store.FOLDER)
             self._writer.write(report)
             if report.complete or not report.loaders:  # a page opened during the run says that it is not complete
                 from pytest_fsdp_meta.reports.page import write_page
@@ -321,7 +318,6 @@ def _name_checks(reporter: pytest.TerminalReporter) -> None:
 
 
 def _check_of(report: Any) -> str | None:
-    """Return the check of a skipped item of a loader; None for other reports."""
     context = attached_context(report) if isinstance(report, pytest.TestReport) else None
     return context.check.check if context is not None and isinstance(report.longrepr, tuple) else None
 

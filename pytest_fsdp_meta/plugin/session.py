@@ -41,7 +41,12 @@ class PluginSession:
     def start(self) -> None:
         """Read the checks, also those of conftest files."""
         if self.settings.device == standin.NAME and not runs_nothing(self.config):
-            _build_standin(self.config)
+            # It may have to be compiled; with pytest-xdist, the controller does it.
+            reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+            try:
+                standin.prepare(reporter.write_line if reporter else lambda line: None)
+            except standin.Unavailable as error:
+                raise pytest.UsageError(f"--fsdp-device={standin.NAME}: {error}") from None
         self.listener.start_debugger()
         self.known_plugins = self.check_plugins()
         self.catalogue = read_catalogue(self.config)
@@ -73,15 +78,6 @@ def place_of(plugin: object, config: pytest.Config) -> str:
     """Return the file of a plugin relative to pytest's root folder, or its name where it has no file."""
     file = getattr(plugin, "__file__", None)
     return os.path.relpath(file, config.rootpath) if file else str(plugin)
-
-
-def _build_standin(config: pytest.Config) -> None:
-    """Compile the stand-in device if that was not done before; with pytest-xdist, the controller does it."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    try:
-        standin.prepare(reporter.write_line if reporter else lambda line: None)
-    except standin.Unavailable as error:
-        raise pytest.UsageError(f"--fsdp-device={standin.NAME}: {error}") from None
 
 
 def _engine(settings: Settings) -> Engine:

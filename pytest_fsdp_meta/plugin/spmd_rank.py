@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,19 +19,11 @@ ASSUMING = "Using `assume` outside a property-based test"
 """A warning of Hypothesis that is not shown: ranks call ``assume``, and the pytest process rejects the example."""
 
 
-@dataclass(frozen=True)
-class TracebackStyle:
-    """How pytest was asked to show failures: ``--tb`` and ``--showlocals``."""
-
-    traceback: Any = "long"
-    locals: bool = False
-
-
-def run_body(call: Call, style: TracebackStyle, unanimous_outcomes: frozenset[str]) -> str | None:
+def run_body(call: Call, style: Any, showlocals: bool, unanimous_outcomes: frozenset[str]) -> str | None:
     """Run the body of a test and return the class name of its result, None where it returned None.
 
     Raises exceptions named in ``unanimous_outcomes`` unchanged, and anything else as CallFailed with pytest's
-    traceback as its detail.
+    traceback, in the style of ``--tb``, as its detail.
     """
     function, arguments = call.unpack(current())
     seed(current().device.type)  # one world runs all examples of Hypothesis, which must not depend on their order
@@ -42,7 +33,7 @@ def run_body(call: Call, style: TracebackStyle, unanimous_outcomes: frozenset[st
     except BaseException as error:
         if f"{type(error).__module__}.{type(error).__qualname__}" in unanimous_outcomes:
             raise
-        raise CallFailed(detail=_format_traceback(error, style)) from error
+        raise CallFailed(detail=_format_traceback(error, style, showlocals)) from error
     finally:
         for value in arguments.values():
             if isinstance(value, pytest.MonkeyPatch):
@@ -57,14 +48,14 @@ def run_function(function: bytes, args: Sequence[bytes], kwargs: Mapping[str, by
         return called(*map(pickle.loads, args), **{name: pickle.loads(value) for name, value in kwargs.items()})
 
 
-def _format_traceback(error: BaseException, style: TracebackStyle) -> str:
+def _format_traceback(error: BaseException, style: Any, showlocals: bool) -> str:
     """Return pytest's traceback with source lines, without the frame of ``run_body``."""
     own = error.__traceback__
     assert own is not None
     info = pytest.ExceptionInfo.from_exception(error.with_traceback(own.tb_next or own))
     bare = isinstance(error, pytest.fail.Exception) and not error.pytrace
     earlier = describe_long_chain(error)
-    text = str(info.getrepr(style="value" if bare else style.traceback, showlocals=style.locals, chain=not earlier))
+    text = str(info.getrepr(style="value" if bare else style, showlocals=showlocals, chain=not earlier))
     # str() strips the indentation of the first source line, and of no other.
-    indented = text if bare or style.traceback == "short" or text.startswith((">", "E")) else f"    {text}"
+    indented = text if bare or style == "short" or text.startswith((">", "E")) else f"    {text}"
     return f"{earlier}\n\n{indented}" if earlier else indented

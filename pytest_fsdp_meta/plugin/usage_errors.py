@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -16,6 +16,10 @@ from pytest_fsdp_meta.text import first_of, grouped
 
 FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 """The module of this plugin's own fixtures."""
+LATE = (
+    "pytest found the hook pytest_fsdp_checks only during collection, which is too late; move it to the conftest.py of "
+    "the root folder, or name this folder in testpaths or on the command line"
+)
 
 
 def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
@@ -25,16 +29,13 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
     An xdist worker raises nothing, because the controller would replace it; the controller raises instead.
     """
     found = session.usage_problems
-    _report(
-        session.config,
-        items,
-        [
-            *found,
-            *_late_checks(session),
-            *_item_problems(items, {where for where, _ in found}),
-            *_duplicate_names(items, scheduled=hasattr(session.config, "workerinput")),
-        ],
-    )
+    reported = {where for where, _ in found}
+    tests = [(_test_of(item), _problem(item)) for item in items if isinstance(item, pytest.Function)]
+    problems = [(where, what) for where, what in tests if what is not None and where not in reported]
+    duplicates = _duplicate_names(items, scheduled=hasattr(session.config, "workerinput"))
+    late = [plugin for plugin in session.check_plugins() if plugin not in session.known_plugins]
+    late_checks = [(place_of(plugin, session.config), LATE) for plugin in late]
+    _report(session.config, items, [*found, *late_checks, *problems, *duplicates])
 
 
 def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
@@ -57,25 +58,6 @@ def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[
         items.clear()
     elif message:
         raise pytest.UsageError(message)
-
-
-def _late_checks(session: PluginSession) -> Iterator[tuple[str, str]]:
-    for plugin in session.check_plugins():
-        if plugin not in session.known_plugins:
-            yield (
-                place_of(plugin, session.config),
-                "pytest found the hook pytest_fsdp_checks only during collection, which is too late; move it to the "
-                "conftest.py of the root folder, or name this folder in testpaths or on the command line",
-            )
-
-
-def _item_problems(items: Iterable[pytest.Item], reported: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the problems of tests for which none has been ``reported`` yet."""
-    for item in items:
-        if isinstance(item, pytest.Function):
-            where, what = _test_of(item), _problem(item)
-            if what is not None and where not in reported:
-                yield where, what
 
 
 def _test_of(item: pytest.Function) -> str:

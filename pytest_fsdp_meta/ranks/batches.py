@@ -29,8 +29,19 @@ IGNORED_LABEL = -100
 
 
 def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
-    """Return the (index, size) of this rank's slice of the batch: the declared one, else the mesh's."""
-    return subject.data_parallel or _slice_by_mesh(subject.model, rank)
+    """Return the (index, size) of this rank's slice of the batch: as declared, else by the mesh of most parameters."""
+    if subject.data_parallel:
+        return subject.data_parallel
+    dims, shape, coordinate = _parameter_mesh(subject.model)
+    if not dims:
+        dims, shape, coordinate = _world_mesh(rank)
+    if not dims:
+        return rank.rank, rank.world_size
+    index = 0
+    for dim, size, position in zip(dims, shape, coordinate, strict=True):
+        if not splits_model(dim):
+            index = index * size + position
+    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
 
 
 def has_stages(rank: Rank) -> bool:
@@ -49,20 +60,6 @@ def model_splits(model: Module, rank: Rank) -> tuple[tuple[int, int], ...]:
             if dim is not None and splits_model(dim) and size > 1:
                 places.setdefault(dim, (index, size))
     return tuple(places.values())
-
-
-def _slice_by_mesh(model: Module, rank: Rank) -> tuple[int, int]:
-    """Return the (index, size) of this rank's slice by the mesh of most parameters, else by the world's mesh."""
-    dims, shape, coordinate = _parameter_mesh(model)
-    if not dims:
-        dims, shape, coordinate = _world_mesh(rank)
-    if not dims:
-        return rank.rank, rank.world_size
-    index = 0
-    for dim, size, position in zip(dims, shape, coordinate, strict=True):
-        if not splits_model(dim):
-            index = index * size + position
-    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
 
 
 _Mesh = tuple[tuple[str | None, ...], tuple[int, ...], tuple[int, ...]]

@@ -63,17 +63,14 @@ def count_poison(local: Tensor) -> tuple[int, int]:
         return 0, 0  # bools are filled with True, which proves nothing
     try:
         if local.is_floating_point() or local.is_complex():
-            return (count := _count_nan(local)), count
+            values = local.float() if local.element_size() == 1 else local
+            # One NaN makes the sum NaN. A sum that overflows is not finite either, and only costs the exact count.
+            count = 0 if bool(torch.isfinite(values.sum())) else int(torch.isnan(values).sum())
+            return count, count
         most = torch.iinfo(local.dtype).max
         return 0, int((local == most).sum()) if int(local.max()) == most else 0
     except (NotImplementedError, RuntimeError, TypeError):
         return 0, 0  # a packed dtype such as float4 or uint4, which torch cannot read element by element
-
-
-def _count_nan(local: Tensor) -> int:
-    values = local.float() if local.element_size() == 1 else local
-    # One NaN makes the sum NaN. A sum that overflows is not finite either, and only costs the exact count.
-    return 0 if bool(torch.isfinite(values.sum())) else int(torch.isnan(values).sum())
 
 
 NOTICES = (

@@ -121,7 +121,10 @@ def _compute_float32(stack: ExitStack) -> None:
 
     The older one is set too, because torch refuses to read it where the two disagree; its value may be unreadable then.
     """
-    newer = [(place, place.fp32_precision) for place in _precisions()]
+    # From version 2.9 on, torch has a precision of float32 for each library and kind of operation.
+    kinds = {backends.cuda: ("matmul",), backends.cudnn: ("conv", "rnn"), backends.mkldnn: ("matmul", "conv", "rnn")}
+    places: list[Any] = [getattr(library, kind, None) for library, names in kinds.items() for kind in names]
+    newer = [(place, before) for place in places if isinstance(before := getattr(place, "fp32_precision", None), str)]
     # Restored in the reverse order: the older interface overwrites the newer one.
     for place, before in newer:
         stack.callback(setattr, place, "fp32_precision", before)
@@ -133,10 +136,3 @@ def _compute_float32(stack: ExitStack) -> None:
     backends.cudnn.allow_tf32 = False
     for place, _ in newer:
         place.fp32_precision = FULL_PRECISION
-
-
-def _precisions() -> list[Any]:
-    """Return where torch has a precision of float32: from version 2.9 on, for each library and kind of operation."""
-    kinds = {backends.cuda: ("matmul",), backends.cudnn: ("conv", "rnn"), backends.mkldnn: ("matmul", "conv", "rnn")}
-    places = [getattr(library, kind, None) for library, names in kinds.items() for kind in names]
-    return [place for place in places if isinstance(getattr(place, "fp32_precision", None), str)]

@@ -198,7 +198,8 @@ class RunningModule:
     def __init__(self, model: Module) -> None:
         self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
         self._running: list[str] = []
-        self._learning = False
+        self.is_learning = False
+        """Whether gradients were enabled when the outermost one began to run."""
 
     @property
     def name(self) -> str:
@@ -210,11 +211,6 @@ class RunningModule:
         """Whether a module runs."""
         return bool(self._running)
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether gradients were enabled when the outermost one began to run."""
-        return self._learning
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow the modules that run in the block."""
@@ -225,7 +221,7 @@ class RunningModule:
 
     def _enter(self, module: Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._learning = self._learning if self._running else torch.is_grad_enabled()
+            self.is_learning = self.is_learning if self._running else torch.is_grad_enabled()
             self._running.append(self._names.get(id(module), self.name))
 
     def _leave(self, *_: Any) -> None:
@@ -311,9 +307,12 @@ def _describe(module: Module, used: Collection[str]) -> ModuleFacts:
     forward = inspect.unwrap(vars(module).get("forward", kind.forward))
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     file, line = ("", 0) if code is None else (shorten_path(code.co_filename), code.co_firstlineno)
-    return ModuleFacts(
-        kind.__name__, file, line, settings=_settings(module, used), splits_output=_splits_output(module)
-    )
+    weight, splits = module.weight if isinstance(module, Linear) else None, False
+    if isinstance(weight, DTensor):
+        placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
+        # A fused weight has another kind of placement: its slices lie elsewhere.
+        splits = any(type(place) is Shard and place.dim == 0 and splits_model(dim) for dim, place in placed)
+    return ModuleFacts(kind.__name__, file, line, settings=_settings(module, used), splits_output=splits)
 
 
 def _settings(module: Module, used: Collection[str]) -> dict[str, str]:
@@ -354,12 +353,3 @@ def codes_of(function: Any) -> list[CodeType]:
             found.append(code)
             new += code.co_consts
     return found
-
-
-def _splits_output(module: Module) -> bool:
-    weight = module.weight if isinstance(module, Linear) else None
-    if not isinstance(weight, DTensor):
-        return False
-    placed = zip(mesh_facts(weight).dims, weight.placements, strict=True)
-    # A fused weight has another kind of placement: its slices lie elsewhere.
-    return any(type(placement) is Shard and placement.dim == 0 and splits_model(dim) for dim, placement in placed)

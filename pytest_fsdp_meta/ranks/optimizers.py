@@ -101,14 +101,17 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
+    kinds = dict.fromkeys(type(computing_optimizer(part)).__name__ for part in parts_of_optimizer(optimizer))
+    built = built_optimizer(subject) is not None
+    wrapped = built and subject.optimizer is not optimizer
     others = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) not in live}
     return OptimizerFacts(
-        kind=_describe_kind(optimizer, subject),
+        kind=" and ".join(kinds) + f" inside {type(subject.optimizer).__name__}" * wrapped,
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
         settings=settings_of(optimizer, model),
-        counted=_count_steps(optimizer, (tensor for _, tensor in parameters)) if built_optimizer(subject) else 0.0,
+        counted=_count_steps(optimizer, (tensor for _, tensor in parameters)) if built else 0.0,
     )
 
 
@@ -154,13 +157,6 @@ def _has_values(moment: Tensor) -> bool:
         return bool(local_part(moment).count_nonzero())
     except (NotImplementedError, RuntimeError, TypeError):
         return True  # a packed dtype, whose elements torch cannot read
-
-
-def _describe_kind(optimizer: Optimizer, subject: Subject) -> str:
-    """ "AdamW", or "AdamW inside AcceleratedOptimizer"."""
-    wrapped = built_optimizer(subject) is not None and subject.optimizer is not optimizer
-    kinds = dict.fromkeys(type(computing_optimizer(part)).__name__ for part in parts_of_optimizer(optimizer))
-    return " and ".join(kinds) + f" inside {type(subject.optimizer).__name__}" * wrapped
 
 
 def _without_memory(parameter: Parameter) -> bool:

@@ -93,22 +93,16 @@ class RecordWriter:
 
         self._finish(BUFFERS - 1)
         stored, metadata = _for_file(tensors)
-        copies = {name: _copy_to(self._buffers[0], name, data) for name, data in stored.items()}
+        copies, buffer = dict[str, Tensor](), self._buffers[0]
+        for name, data in stored.items():
+            key = name, data.shape, data.dtype
+            copies[name] = buffer[key] = buffer[key].copy_(data) if key in buffer else data.clone()
         self._writing.append(self._thread.submit(save_file, copies, path, metadata))
         self._buffers.rotate()
 
     def _finish(self, most: int) -> None:
-        """Wait until at most this many records are being written."""
         while len(self._writing) > most:
             self._writing.popleft().result()
-
-
-def _copy_to(buffer: dict[tuple[Any, ...], Tensor], name: str, data: Tensor) -> Tensor:
-    key = name, data.shape, data.dtype
-    if key in buffer:
-        return buffer[key].copy_(data)
-    buffer[key] = data.clone()
-    return buffer[key]
 
 
 def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
@@ -218,7 +212,6 @@ class Record:
         return torch.cat([self.read(name, list(block)).reshape(-1) for block in blocks])
 
     def _dtype_of_bytes(self, name: str) -> str | None:
-        """Return the dtype of a tensor that is stored as bytes; None for other tensors."""
         return self._as_bytes.get(self._aliases.get(name, name))
 
     def _slice(self, name: str) -> Any:

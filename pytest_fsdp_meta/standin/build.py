@@ -51,7 +51,7 @@ def library() -> Path:
     for name in (*SOURCES, *HEADERS):
         digest.update(Path(__file__).with_name(name).read_bytes())
     name = f"{MODULE}-torch{torch.partition('+')[0]}-{digest.hexdigest()[:16]}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return _cache() / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "pytest-fsdp-meta", name)
 
 
 def _torch_version() -> str:
@@ -62,11 +62,6 @@ def _torch_version() -> str:
     if not any(found == tested or found.startswith(f"{tested}.") for tested in TORCH):
         raise Unavailable(f"the stand-in device was tested with torch {', '.join(TORCH)}, here is {found}; use cpu")
     return found
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base, "pytest-fsdp-meta")
 
 
 def _compiler() -> str:

@@ -57,7 +57,7 @@ class DeviceModule(ModuleType):
     def __init__(self, core: Any) -> None:
         super().__init__(f"torch.{NAME}")
         self.core = core
-        self.Stream, self.Event, self.device = _stream_class(self), _event_class(), _device_class(self)
+        self.Stream, self.Event, self.device = _stream_class(self), _Event, _device_class(self)
 
     def as_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a CPU tensor with the same memory."""
@@ -189,14 +189,11 @@ def _stream_class(module: DeviceModule) -> type[torch.Stream]:
     return Stream
 
 
-def _event_class() -> type:
-    class Event:
-        """Make a ``torch.Event``: another one's ``elapsed_time`` takes no instance of a subclass."""
+class _Event:
+    """Make a ``torch.Event``: another one's ``elapsed_time`` takes no instance of a subclass."""
 
-        def __new__(cls, enable_timing: bool = False, **other: Any) -> Any:
-            return torch.Event(device=NAME, enable_timing=enable_timing)
-
-    return Event
+    def __new__(cls, enable_timing: bool = False, **other: Any) -> Any:
+        return torch.Event(device=NAME, enable_timing=enable_timing)
 
 
 def _device_class(module: DeviceModule) -> type:

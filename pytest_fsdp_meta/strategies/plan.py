@@ -50,7 +50,13 @@ class Model:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        if self.tied and not self._fits():
+        if not self.tied:
+            return
+        layers = list(self.layers.values())
+        first, last = layers[0], layers[-1]
+        inputs = [self.inputs, *(layer.width for layer in layers)][-2]
+        alike = (first.width, self.inputs, first.frozen) == (last.width, inputs, last.frozen)
+        if len(layers) == 1 or not alike:
             raise ValueError("the weight of the first layer does not fit the last layer, so they cannot be tied")
 
     @property
@@ -72,12 +78,6 @@ class Model:
         """Return whether the module can be a separate FSDP group: groups must not separate tied layers."""
         first, *_, last = self.layers if self.tied else ("", "")
         return _within(first, name) == _within(last, name)
-
-    def _fits(self) -> bool:
-        layers = list(self.layers.values())
-        widths = [self.inputs, *(layer.width for layer in layers)]
-        first, last = layers[0], layers[-1]
-        return len(layers) > 1 and (first.width, widths[0], first.frozen) == (last.width, widths[-2], last.frozen)
 
 
 @dataclass(frozen=True)
@@ -102,5 +102,4 @@ def _walk(name: str, block: Block) -> Iterator[tuple[str, Layer | Block]]:
 
 
 def _within(name: str, module: str) -> bool:
-    """Return whether a module is another one or inside it."""
     return f"{name}.".startswith(f"{module}.")

@@ -83,16 +83,12 @@ def _batches_of(
     if tokens["vocabulary"] and bases & CLASSIFIES_ROWS:
         return partial(_classified_rows, **tokens, classes=config.num_labels, end=getattr(config, "eos_token_id", None))
     if bases & CLASSIFIES_IMAGES:
-        return partial(_signals, name="pixel_values", shape=(rows, *_image(config)), classes=config.num_labels)
+        size = getattr(config, "image_size", None) or IMAGE
+        shape = rows, getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size))
+        return partial(_signals, name="pixel_values", shape=shape, classes=config.num_labels)
     if bases & CLASSIFIES_SOUND and kind.main_input_name == "input_values":
         return partial(_signals, name="input_values", shape=(rows, SAMPLES), classes=config.num_labels)
     return None
-
-
-def _image(config: Any) -> tuple[int, ...]:
-    """Return the channels, height and width of the images that a model takes."""
-    size = getattr(config, "image_size", None) or IMAGE
-    return getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size))
 
 
 def reference_model(checkpoint: str | os.PathLike[str]) -> Any:

@@ -284,7 +284,6 @@ def tiny_checkpoint(
 
 
 def _recipe(model_type: str, auto_class: Any, sizes: dict[str, Any]) -> tuple[PretrainedConfig, Any]:
-    """Return the config, and what builds a model from it."""
     if auto_class is AutoModelForCausalLM:
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"{model_type!r} has no causal language model; CAUSAL_LMS lists the types that have one")

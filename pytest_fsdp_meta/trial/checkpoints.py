@@ -57,9 +57,6 @@ class Recorded:
     def compare_model(self, world: World) -> list[tuple[Comparison, ...]]:
         return run_on(world, saved_state.compare_model, self.model, self.folder)
 
-    def compare_state(self, world: World) -> list[tuple[Comparison, ...]]:
-        return run_on(world, saved_state.compare_state, self.state, self.folder)
-
 
 def record_saved(world: World, folder: str) -> Recorded:
     """Let the ranks that have saved record what it was. State that is recorded without the model is of no use."""
@@ -75,11 +72,12 @@ def _all_or_none(held: Sequence[Held | str]) -> tuple[list[Held], str]:
     return [] if problem else [own for own in held if not isinstance(own, str)], problem
 
 
-Compare = Callable[[World], Sequence[tuple[Comparison, ...]]]
-"""Compare the model in this world, which has loaded the checkpoint, with what was saved."""
-
-
-def reshard_model(world: World, saved: str, compare: Compare, loads_in_same_size: Callable[[], bool]) -> Resharded:
+def reshard_model(
+    world: World,
+    saved: str,
+    compare: Callable[[World], Sequence[tuple[Comparison, ...]]],
+    loads_in_same_size: Callable[[], bool],
+) -> Resharded:
     """Load the model that was ``saved``, and ``compare`` it.
 
     An error is a refusal only if a world of the size that saved can load the same checkpoint.
@@ -111,7 +109,8 @@ def reshard_all(world: World, load_again: Callable[[], World], saved: str, recor
         return replace(_refusal(mesh, error), optimizer_refused=True)
     resharded = Resharded(mesh, tuple(recorded.compare_model(world)))
     try:
-        return replace(resharded, optimizer=tuple(recorded.compare_state(world)))
+        state = run_on(world, saved_state.compare_state, recorded.state, recorded.folder)
+        return replace(resharded, optimizer=tuple(state))
     except WorldError as error:
         return replace(resharded, optimizer_problem=error.summary)
 

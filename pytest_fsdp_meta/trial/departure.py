@@ -174,7 +174,6 @@ def _left_out(runs: Sequence[RankTraining], step: int, problem: str) -> tuple[Ra
 
 
 def _changed(loaded: RankInventory, run: RankTraining) -> set[str]:
-    """Return the tensors that have other values after the training than when they were loaded."""
     after = run.after.by_name if run.after is not None else {}
     return {t.name for t in loaded.tensors if t.name not in after or after[t.name].digest != t.digest}
 

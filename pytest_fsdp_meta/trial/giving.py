@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, GIVEN_BUFFERS, GIVEN_STATE, Moment, RecordedPart
 from pytest_fsdp_meta.evidence import (
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 ROUNDED = 2**-7
 """Relative: a smaller difference of a tensor in another dtype than the reference's is rounding, in bfloat16 as well."""
 Held = Sequence[Mapping[Moment, RecordedPart]]
-
-
-class OwnChanges(NamedTuple):
-    """The buffers that the author's steps change by themselves: fields of ``ReferenceFacts``."""
-
-    changed_by_steps: tuple[str, ...]
-    not_given: Mapping[str, str]
-    steering: bool
-    """Whether the reference's loss depends on any of them, so that it trains again with their values."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"changed_by_steps": self.changed_by_steps, "not_given": self.not_given}
 
 
 @dataclass(frozen=True)
@@ -78,10 +65,11 @@ class Giving:
             return reference
         return replace(reference, not_given={**reference.not_given, **self._give_state()})
 
-    def own_changes(self, reference: ReferenceFacts, runs: Sequence[RankTraining]) -> OwnChanges:
-        """Give the reference the buffers that the steps have changed by themselves.
+    def own_changes(self, reference: ReferenceFacts, runs: Sequence[RankTraining]) -> tuple[dict[str, Any], bool]:
+        """Give the reference the buffers that the steps have changed by themselves; return its changed facts.
 
         It runs one forward for all micro-batches, and what changes between these can be given for the update only.
+        Return also whether its loss depends on any of them, so that it trains again with their values.
         """
         folder = str(self.folder)
         held = run_on(self.world, on_ranks.given.record_buffers, folder)
@@ -96,7 +84,7 @@ class Giving:
         if steering:
             run_on(self.reference_world, on_ranks.given.give, given, GIVEN_BUFFERS, folder)
         unknown = {name: why for name, why in not_given.items() if name in steering}
-        return OwnChanges(names, {**reference.not_given, **unknown}, bool(steering))
+        return {"changed_by_steps": names, "not_given": {**reference.not_given, **unknown}}, bool(steering)
 
     def _give_state(self) -> dict[str, str]:
         """Give the reference's optimizer the state of the loader's; return what could not be given, and why."""

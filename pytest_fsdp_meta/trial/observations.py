@@ -1,10 +1,9 @@
-"""Take the observations of one trial. The module ``reloading`` takes those that need another load."""
+"""Take the observations of one trial that need one load. The module ``reloading`` takes the others as well."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step
 from pytest_fsdp_meta.trial.giving import Giving, Loads
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, no_training_declared, odd_model
 from pytest_fsdp_meta.trial.on_ranks import run_on
-from pytest_fsdp_meta.trial.reloading import Reloading
 from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
@@ -71,12 +69,11 @@ class ObservationRun(TableRun):
             self.take(row)
         self._trace()  # it may end the world, which is then loaded again
         self._remove_training_records()
-        self._reload()
         return replace(self.seen, unavailable=self.unavailable)
 
     def ruled_out(self, row: Observation[Any]) -> Unavailable | None:
         # The collectives of loading are known even if training has ended the world.
-        if not self.world.alive and row.name != "collectives":
+        if row in ONE_LOAD and not self.world.alive and row.name != "collectives":
             return self._world_failure
         return super().ruled_out(row)
 
@@ -167,13 +164,13 @@ class ObservationRun(TableRun):
         self.see(reference=reference)  # also if the training fails
         runs = self._train_beside(reference)
         if self._departs(runs):
-            given = self._giving().own_changes(reference, runs)
-            if given.steering:
+            facts, steering = self._giving().own_changes(reference, runs)
+            if steering:
                 self._watched_steps = run_on(self.world, on_ranks.step_collectives.observe_step)
                 self.loads.begin_again()
-                runs = self._train_beside(self._giving().as_loaded(replace(reference, **given.facts)))
+                runs = self._train_beside(self._giving().as_loaded(replace(reference, **facts)))
             else:  # nothing to train otherwise for
-                self.see(reference=replace(self.seen.reference, **given.facts))
+                self.see(reference=replace(self.seen.reference, **facts))
         trained = self.seen.reference
         if not self._departs(runs):
             return runs
@@ -199,7 +196,6 @@ class ObservationRun(TableRun):
         return tuple(run_on(self.world, observe_training, self.steps, folder, *known))
 
     def _departs(self, runs: tuple[RankTraining, ...]) -> bool:
-        """Return whether the ranks' training differs from the reference's, if that was trained."""
         reference = self.seen.reference
         assert reference is not None
         summed = self.subject.loss_over_ranks == "sum"
@@ -241,21 +237,6 @@ class ObservationRun(TableRun):
             if name != "values":
                 for record in (name, noise_of(name)):
                     record_at(self.folder, record).unlink(missing_ok=True)
-
-    def _reload(self) -> None:
-        Reloading(
-            taken=self.taken,
-            loads=self.loads,
-            reference_world=self.reference_world,
-            data_world=self.data_world,
-            rebuild_reference=partial(self._build_reference, "rebuilt"),
-            folder=self.folder,
-            reference_path=self._reference_path,
-            export_reference_path=partial(
-                self._path_of, "export_reference", on_ranks.reference.record_export_reference
-            ),
-            steps=self.steps,
-        ).take_all()
 
     @property
     def _recipe(self) -> Mapping[str, bytes]:

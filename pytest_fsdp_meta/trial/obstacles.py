@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Sequence
+from dataclasses import replace
 from filecmp import cmpfiles
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,19 +122,11 @@ def no_training_declared(subject: SubjectFacts) -> Unavailable | None:
     """Return what the author has to declare before anything can be trained; None if nothing is missing."""
     if "batch" not in subject.declared:
         return not_declared("batch")
-    if subject.stages and "train_step" not in subject.declared:
-        return Unavailable(
-            "the stages of a pipeline train by the author's schedule; declare Subject(train_step=...)",
-            kind="undeclared",
-            missing_field="train_step",
-        )
-    if subject.engine and "train_step" not in subject.declared:
-        return Unavailable(
-            f"{subject.engine} runs the backward and the optimizer's step itself; declare Subject(train_step=...)",
-            kind="undeclared",
-            missing_field="train_step",
-        )
-    return None
+    why = f"{subject.engine} runs the backward and the optimizer's step itself" if subject.engine else ""
+    why = "the stages of a pipeline train by the author's schedule" if subject.stages else why
+    if not why or "train_step" in subject.declared:
+        return None
+    return replace(not_declared("train_step"), summary=f"{why}; declare Subject(train_step=...)")
 
 
 def unknown_attribute(

@@ -76,32 +76,6 @@ else:
     training_mode = ObserverModule("training.observe.training_mode")
     values = ObserverModule("values.observe")
 
-__all__ = [
-    "DOING",
-    "ON_RANKS",
-    "author_data",
-    "author_saving",
-    "author_step",
-    "checkpoint",
-    "doing_in",
-    "drawn_weights",
-    "given",
-    "loading",
-    "noise",
-    "reference",
-    "reference_training",
-    "run_on",
-    "saved_state",
-    "simulated_step",
-    "simulation",
-    "state_dict",
-    "step_collectives",
-    "traces",
-    "training",
-    "training_mode",
-    "values",
-]
-
 
 _OBSERVERS = {
     "loading": "load load_simulated",

@@ -18,6 +18,7 @@ from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFini
 from pytest_fsdp_meta.evidence import (
     Comparison,
     Epoch,
+    Evidence,
     Export,
     RankBatches,
     RankInventory,
@@ -33,7 +34,8 @@ from pytest_fsdp_meta.trial.checkpoints import (
     restored_if_deleted,
     save_over,
 )
-from pytest_fsdp_meta.trial.giving import Loads, describe_size, other_size
+from pytest_fsdp_meta.trial.giving import describe_size, other_size
+from pytest_fsdp_meta.trial.observations import ObservationRun
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -51,12 +53,13 @@ from pytest_fsdp_meta.trial.on_ranks import (
     author_data,
     author_step,
     checkpoint,
+    reference,
     run_on,
     saved_state,
     state_dict,
     training_mode,
 )
-from pytest_fsdp_meta.trial.table import Observation, TableRun
+from pytest_fsdp_meta.trial.table import Observation
 from pytest_fsdp_meta.worlds import World, WorldError
 
 P = ParamSpec("P")
@@ -77,21 +80,9 @@ LEFT = 3
 
 
 @dataclass
-class Reloading(TableRun):
-    """The observations of one trial that need more than one load."""
+class AllObservations(ObservationRun):
+    """All observations of one trial: those of one load, then those that need more."""
 
-    loads: Loads
-    reference_world: World
-    data_world: World
-    rebuild_reference: Callable[[], object]
-    """Start the world of the reference again, and build the reference in it."""
-    folder: Path
-    reference_path: str
-    """The path of the reference's values."""
-    export_reference_path: Callable[[], str]
-    """Return the path of the values that the export should have."""
-    steps: int
-    """The steps of training, for which the author has batches."""
     _saved_with_optimizer: tuple[RankResumed, ...] = ()
     _loaded_with_optimizer: tuple[RankResumed, ...] = ()
     _recorded: Recorded = field(default_factory=Recorded)
@@ -101,7 +92,8 @@ class Reloading(TableRun):
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
-    def take_all(self) -> None:
+    def take_all(self) -> Evidence:
+        super().take_all()
         try:
             for row in MORE_LOADS:
                 self.take(row)
@@ -110,6 +102,7 @@ class Reloading(TableRun):
         finally:
             self.loads.close()
         self.unavailable.pop("kept", None)  # it is only there for "resharded"
+        return replace(self.seen, unavailable=self.unavailable)
 
     def take(self, row: Observation[Any]) -> None:
         super().take(row)
@@ -212,13 +205,11 @@ class Reloading(TableRun):
             return reason
         if not self.reference_world.alive:
             # Its training, or measuring its noise, has ended its world; or the reference is a checkpoint.
-            self.reference_world.start() if declared else self.rebuild_reference()
+            self.reference_world.start() if declared else self._build_reference("rebuilt")
         folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
-        path = self.export_reference_path()
-        return run_on(
-            self.reference_world, state_dict.compare_export, folder, path, exports, self.reference_path * declared
-        )[0]
+        path, plain = self._path_of("export_reference", reference.record_export_reference), self._reference_path
+        return run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well
@@ -287,7 +278,7 @@ class Reloading(TableRun):
         return replace(resharded, optimizer_problem=self._recorded.problem)
 
     def _compare(self, world: World) -> list[tuple[Comparison, ...]]:
-        return run_on(world, saved_state.compare_loaded, self.reference_path)
+        return run_on(world, saved_state.compare_loaded, self._reference_path)
 
     def _loads_in_same_size(self, saved: str) -> bool:
         """Load the same checkpoint in a world of the size that saved it; return whether that works."""
@@ -335,7 +326,6 @@ class Reloading(TableRun):
         return no_training_declared(self.subject) or (training if training.error else None)
 
     def _no_more_steps(self) -> Unavailable | None:
-        """Return why the first load cannot be trained once more."""
         return self._not_trained() or odd_model(self.inventory, self.subject, "not trained")
 
     def _ungatherable(self) -> Unavailable | None:
@@ -403,7 +393,6 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
 
 
 def _later(folder: str) -> str:
-    """Return the folder of the checkpoint within the second epoch."""
     return f"{folder}-later"
 
 
@@ -412,24 +401,23 @@ def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
 
 
 def _with_steps(ranks: tuple[RankResumed, ...], runs: list[Mapping[str, Any]]) -> tuple[RankResumed, ...]:
-    """Add the fields that ``train_on`` returned."""
     return tuple(replace(rank, **own) for rank, own in zip(ranks, runs, strict=True))
 
 
 MORE_LOADS = (
-    Observation("state_dict", Reloading._observe_state_dict),
-    Observation("continued", Reloading._save_and_continue, uses=("state_dict",)),
-    Observation("saved_again", Reloading._save_again, needs=("continued",)),
-    Observation("saved", Reloading._save_model, uses=("state_dict",)),
-    Observation("batches", Reloading._read_batches),
-    Observation("training_mode", Reloading._observe_training_mode),
-    Observation("not_finite", Reloading._observe_not_finite),
-    Observation("repetition", Reloading._repeat_load),
-    Observation("export", Reloading._export, uses=("reference", "state_dict")),
-    Observation("kept", Reloading._save_second_load, uses=("state_dict",)),
-    Observation("resumed", Reloading._resume, needs=("continued",)),
-    Observation("restored", Reloading._restore_model, needs=("saved",)),
-    Observation("restored_again", Reloading._restore_again, needs=("saved_again",)),
-    Observation("batches_resumed", Reloading._resume_batches, needs=("batches",)),
-    Observation("resharded", Reloading._reshard, needs=("kept",), uses=("reference",)),
+    Observation("state_dict", AllObservations._observe_state_dict),
+    Observation("continued", AllObservations._save_and_continue, uses=("state_dict",)),
+    Observation("saved_again", AllObservations._save_again, needs=("continued",)),
+    Observation("saved", AllObservations._save_model, uses=("state_dict",)),
+    Observation("batches", AllObservations._read_batches),
+    Observation("training_mode", AllObservations._observe_training_mode),
+    Observation("not_finite", AllObservations._observe_not_finite),
+    Observation("repetition", AllObservations._repeat_load),
+    Observation("export", AllObservations._export, uses=("reference", "state_dict")),
+    Observation("kept", AllObservations._save_second_load, uses=("state_dict",)),
+    Observation("resumed", AllObservations._resume, needs=("continued",)),
+    Observation("restored", AllObservations._restore_model, needs=("saved",)),
+    Observation("restored_again", AllObservations._restore_again, needs=("saved_again",)),
+    Observation("batches_resumed", AllObservations._resume_batches, needs=("batches",)),
+    Observation("resharded", AllObservations._reshard, needs=("kept",), uses=("reference",)),
 )

@@ -37,10 +37,9 @@ from pytest_fsdp_meta.evidence import (
     shards_data,
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
-from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.giving import LOADER_OUTCOMES, Load
+from pytest_fsdp_meta.trial.giving import Load
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
 from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
@@ -54,14 +53,6 @@ Cuts = tuple[tuple[int, int], ...]
 Shape = tuple[tuple[int, Cuts], ...]
 """The length of each dim of a tensor that is cut, with its cuts."""
 Layout = tuple[MeshFacts | None, Shape]
-
-
-def load(world: World, loader: Call) -> list[Loaded]:
-    """Run the loader on the simulated ranks."""
-    loaded: list[Loaded] = world.call(
-        on_ranks.simulation.load_simulated, (loader,), doing="loading", unanimous_outcomes=LOADER_OUTCOMES
-    )
-    return loaded
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ An observation that cannot be taken is recorded with the reason, and affects onl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,9 @@ from pytest_fsdp_meta.judging.smaller_worlds import may_be_due_to_ranks
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.giving import LOADER_OUTCOMES, Loads, describe_size
-from pytest_fsdp_meta.trial.observations import ONE_LOAD, ObservationRun
+from pytest_fsdp_meta.trial.observations import ONE_LOAD
 from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unknown_attribute, unsupported
-from pytest_fsdp_meta.trial.reloading import MORE_LOADS
+from pytest_fsdp_meta.trial.reloading import MORE_LOADS, AllObservations
 from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import temp_folders
@@ -79,15 +78,11 @@ class Trial:
     selection: Container[str] | None = None
     localise: bool = False
     outputs: list[str] = field(default_factory=list, init=False)
-    _stopwatch: Stopwatch = field(default_factory=Stopwatch, init=False)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch, init=False)
 
     @property
     def seconds(self) -> dict[str, float]:
-        return self._stopwatch.seconds
-
-    def timing(self, phase: str) -> AbstractContextManager[None]:
-        """Add the duration of the block to the seconds of a phase."""
-        return self._stopwatch.timing(phase)
+        return self.stopwatch.seconds
 
     def observe(self, loader: Call, wanted: Collection[str]) -> Evidence:
         """Run the loader on every rank and take each wanted observation once.
@@ -108,14 +103,14 @@ class Trial:
                 self.outputs = world.outputs()
 
     def _simulate(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        load = partial(simulation.load, loader=loader)
+        load = partial(_load, loader=loader)
         run = simulation.SimulatedRun(
             world=world,
             reference_world=self._single_rank_world("the reference"),
             loaded=self._load_first(world, load),
             load_again=partial(self._load_again, folder, load),
             facts=world_facts(self.spec),
-            stopwatch=self._stopwatch,
+            stopwatch=self.stopwatch,
         )
         evidence = run.evidence(self.tolerance, wanted)
         if problem := unknown_attribute(run.subject, run.inventory, evidence.reference, run.loaded[0].checkpoints):
@@ -124,9 +119,9 @@ class Trial:
 
     def _load_first(self, world: World, load: Callable[[World], list[Loaded]]) -> list[Loaded]:
         try:
-            with self._stopwatch.timing("starting"):
+            with self.stopwatch.timing("starting"):
                 world.start()
-            with self._stopwatch.timing("loading"):
+            with self.stopwatch.timing("loading"):
                 loaded = load(world)
         except WorldError as error:
             unanimous_outcome = error.unanimous if error.unanimous in LOADER_OUTCOMES else ""
@@ -148,8 +143,8 @@ class Trial:
         seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
         needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         loads = Loads(world, partial(self._load_again, folder, partial(_load, loader=loader)))
-        run = ObservationRun(
-            taken=Taken(seen, needed, self._stopwatch, unsupported(loaded)),
+        run = AllObservations(
+            taken=Taken(seen, needed, self.stopwatch, unsupported(loaded)),
             loads=loads,
             reference_world=reference_world,
             single_rank_world=self._single_rank_world,
@@ -188,9 +183,11 @@ class Trial:
 
 
 def _load(world: World, loader: Call, watch: Sequence[str] = ()) -> list[Loaded]:
-    loaded: list[Loaded] = world.call(
-        on_ranks.loading.load, (loader, watch), doing="loading", unanimous_outcomes=LOADER_OUTCOMES
-    )
+    observer: Callable[..., Loaded] = on_ranks.loading.load
+    given: tuple[object, ...] = loader, watch
+    if world.spec.simulated:
+        observer, given = on_ranks.simulation.load_simulated, (loader,)
+    loaded: list[Loaded] = world.call(observer, given, doing="loading", unanimous_outcomes=LOADER_OUTCOMES)
     return loaded
 
 
@@ -219,7 +216,7 @@ def judge_smaller_worlds(
     # What is saved depends on what else is observed: a model that has not trained, or without an optimizer.
     saving = any(catalogue[id].family == "checkpoint" for id in failed)
     wanted = catalogue.observations(checks if saving else failed)
-    with trial.timing("smaller worlds"):
+    with trial.stopwatch.timing("smaller worlds"):
         worlds = [_judge_along((), trial, loader, catalogue, failed, wanted)]
         if len(wide) > 1 and worlds[0].passed:
             worlds += [_judge_along((name,), trial, loader, catalogue, worlds[0].passed, wanted) for name in wide]

@@ -140,11 +140,9 @@ class WorldError(Exception):
 
     def _describe_states(self) -> str:
         """Describe a hang, like "rank 0 hung in barrier, test_x.py:58; rank 1 had returned"."""
-        first, *others = self.states
-        parts = [f"{self._who(first.ranks)} {_plural(first.text) if len(first.ranks) > 1 else first.text}"]
-        for state in others:
-            text = _plural(state.text) if len(state.ranks) > 1 else state.text
-            parts.append(f"{name_ranks(state.ranks)} {text}")
+        whos = [self._who(self.states[0].ranks), *(name_ranks(state.ranks) for state in self.states[1:])]
+        texts = [_plural(state.text) if len(state.ranks) > 1 else state.text for state in self.states]
+        parts = [f"{who} {text}" for who, text in zip(whos, texts, strict=True)]
         return "; ".join(filter(None, [self.cause, *parts]))
 
     @property

@@ -11,8 +11,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -128,11 +128,15 @@ class Lease:
             return
         wait = _Wait(self._describe_wait, waiting, self._patience)
         try:
-            with self._first_in_queue(wait) as queue:
+            while (queue := LockedFile.attempt(self._path(QUEUE))) is None:
+                wait.pause()
+            try:
                 if not self._lock_devices():
                     queue.write(self._note())
                     while not self._lock_devices():
                         wait.pause()
+            finally:
+                queue.release()
         except BaseException:
             self.release()
             raise
@@ -155,15 +159,6 @@ class Lease:
         if queue is not None:  # the worker that wrote the note has ended
             queue.release()
         return queue is None
-
-    @contextmanager
-    def _first_in_queue(self, wait: _Wait) -> Iterator[LockedFile]:
-        while (queue := LockedFile.attempt(self._path(QUEUE))) is None:
-            wait.pause()
-        try:
-            yield queue
-        finally:
-            queue.release()
 
     def _lock_devices(self) -> bool:
         """Lock the missing devices that are free; return whether none is missing and no orphan uses one."""

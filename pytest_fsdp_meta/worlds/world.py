@@ -156,28 +156,24 @@ class World:
     def close(self) -> None:
         """Kill every rank, whatever it is doing. Safe to call twice. Ctrl-C takes effect when the ranks have ended."""
         with defer_interrupts(), self._closing:
-            self._close()
-
-    def _close(self) -> None:
-        for member in self._members:
-            member.kill()
-        deadline = time.monotonic() + END_TIMEOUT
-        for member in self._members:
-            member.join(max(0.0, deadline - time.monotonic()))
-        if self._members:
+            for member in self._members:
+                member.kill()
+            deadline = time.monotonic() + END_TIMEOUT
+            for member in self._members:
+                member.join(max(0.0, deadline - time.monotonic()))
             self._written = self._all_written()
-        if self._follower is not None:
-            self._follower.stop()
-            self._follower = None
-        for member in self._members:
-            member.release()
-        self._members, self._conversation = [], None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-        if self._at_exit is not None:
-            self._at_exit.cancel()
-            self._at_exit = None
+            if self._follower is not None:
+                self._follower.stop()
+                self._follower = None
+            for member in self._members:
+                member.release()
+            self._members, self._conversation = [], None
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+            if self._at_exit is not None:
+                self._at_exit.cancel()
+                self._at_exit = None
 
     def _set_aside(self) -> World:
         """Move the running ranks to a new World and return it, so that closing this one does not end them."""

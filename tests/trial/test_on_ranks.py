@@ -17,7 +17,7 @@ def observers_of(file: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(file.read_text())))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == on_ranks.__name__]
     modules = {name.name for node in imports for name in node.names} - NOT_MODULES
-    modules |= {f"on_ranks.{module}" for module in set(on_ranks.__all__) - NOT_MODULES}
+    modules |= {f"on_ranks.{name}" for name, own in vars(on_ranks).items() if isinstance(own, on_ranks.ObserverModule)}
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules}
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,13 +18,6 @@ from pytest_fsdp_meta.worlds import Listener, ObservedWorld, WorldError
 from pytest_fsdp_meta.worlds.engine import DOING
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
-
-
-def name_rank(world: ObservedWorld, rank: int) -> str:
-    """Return "rank 1", with the label of a world that is not the item's own, such as "the reference"."""
-    if not world.label:
-        return f"rank {rank}"
-    return world.label if world.spec.size == 1 else f"rank {rank} of {world.label}"
 
 
 def cursor_column(config: pytest.Config) -> int:
@@ -62,10 +56,6 @@ class Warnings:
         return errors
 
 
-def _format_warning(error: Warning) -> str:
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-
-
 class RankListener(Listener):
     """Listens to all worlds of a pytest session."""
 
@@ -95,7 +85,8 @@ class RankListener(Listener):
         finally:
             self._progress.hide()
         if errors := self._warnings.raise_collected():
-            pytest.fail("\n".join(map(_format_warning, errors)), pytrace=False)
+            texts = [(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())) for error in errors]
+            pytest.fail("\n".join(chain(*texts)), pytrace=False)
 
     def warn(self) -> None:
         """Raise the warnings of the last call again, as an exception where the user's filters make one an error."""
@@ -155,7 +146,8 @@ class RankListener(Listener):
         self._progress.on_wait(world, doing)
 
     def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
-        name = name_rank(world, rank)
+        name = f"rank {rank} of {world.label}" if world.label else f"rank {rank}"
+        name = world.label if world.label and world.spec.size == 1 else name
         text = "".join(f"[{name}] {printable(line, LINES)}\n" for line in lines)
         if not self._at_line_start and cursor_column(self._config):
             text = f"\n{text}"  # pytest has written the item's name in this line

@@ -87,8 +87,7 @@ class Progress:
 
     def rank_does(self, rank: int, text: str) -> None:
         if self._activity is not None:
-            world, activity, ranks = self._activity.world, self._activity.activity, self._activity.ranks
-            self._activity = Activity(world, activity, {**ranks, rank: text})
+            self._activity = replace(self._activity, ranks={**self._activity.ranks, rank: text})
 
     def show(self, activity: Activity) -> None:
         self._activity = activity

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -205,22 +205,17 @@ def _state(mine: History, collective: Collective) -> str:
 
 def group_ranks(found: Mapping[int, Collective]) -> list[tuple[Collective, list[int]]]:
     """Group ranks that entered the same collective, so that many ranks with different tensors need few lines."""
-    groups = _grouped(found, lambda one: one)
+    groups = grouped((one, rank) for rank, one in sorted(found.items()))
     if len(groups) > MOST_VARIANTS:
         largest = sorted(groups, key=lambda one: -len(groups[one]))[: MOST_VARIANTS - 1]
-        others = _grouped(
-            {rank: one for rank, one in found.items() if one not in largest}, lambda one: replace(one, tensors="")
-        )
+        rest = [(rank, one) for rank, one in sorted(found.items()) if one not in largest]
+        others = grouped((replace(one, tensors=""), rank) for rank, one in rest)
         groups = {one: groups[one] for one in largest}
         for one, ranks in others.items():
             kinds = {found[rank].tensors for rank in ranks}
             tensors = f"{len(kinds)} other kinds of tensors" if len(kinds) > 1 else kinds.pop()
             groups[replace(one, tensors=tensors)] = ranks
     return sorted(groups.items(), key=lambda item: item[1])
-
-
-def _grouped(found: Mapping[int, Collective], key: Callable[[Collective], Collective]) -> dict[Collective, list[int]]:
-    return grouped((key(collective), rank) for rank, collective in sorted(found.items()))
 
 
 def describe_collective(collective: Collective, with_number: bool = True) -> str:

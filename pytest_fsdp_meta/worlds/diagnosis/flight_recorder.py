@@ -19,6 +19,7 @@ from typing import Any
 QUESTION = ("where",)
 """The message that asks a rank for its ``Whereabouts``; the answer begins with the same word."""
 SIZE = "TORCH_FR_BUFFER_SIZE"
+"""The variable that enables the recorder; the user may have set it."""
 ENTRIES = "500"
 """Collectives that torch records. Recording one costs about 7 microseconds, reading all of them 30 milliseconds."""
 RECENT = 100
@@ -69,11 +70,6 @@ class Whereabouts:
     """Whether a signal such as SIGSTOP has stopped the rank."""
 
 
-def enable_recording() -> None:
-    """Enable the recorder, unless the user has set its size. Torch reads the size before the first process group."""
-    os.environ.setdefault(SIZE, ENTRIES)
-
-
 def read() -> Flight:
     """Read this rank's recorder, also while another thread waits in a collective."""
     if "torch.distributed" not in sys.modules:
@@ -99,11 +95,11 @@ def _groups() -> dict[str, Group]:
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     }
-    return {name: Group(_title(group.group_desc), tuple(sorted(ranks))) for name, (group, ranks) in mine.items()}
-
-
-def _title(description: str) -> str:
-    return {"default_pg": "the default group", "undefined": ""}.get(description, description)
+    titles = {"default_pg": "the default group", "undefined": ""}
+    return {
+        name: Group(titles.get(group.group_desc, group.group_desc), tuple(sorted(ranks)))
+        for name, (group, ranks) in mine.items()
+    }
 
 
 def _group_of(entry: Mapping[str, Any]) -> str:

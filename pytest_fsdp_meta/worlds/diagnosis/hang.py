@@ -53,7 +53,6 @@ def look(members: Sequence[Member]) -> dict[int, Whereabouts]:
 
 
 def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
-    """Ask ranks where they are; return the answers that arrive in time."""
     found: dict[int, Whereabouts] = {}
     waiting_for = list(members)
     for member in waiting_for:
@@ -99,7 +98,6 @@ def rank_states(
 
 
 def _awaited(whereabouts: Whereabouts) -> Collective | None:
-    """Return the collective that the rank waits in, or None."""
     collectives = () if whereabouts.flight is None else whereabouts.flight.collectives
     return next((collective for collective in reversed(collectives) if not collective.done), None)
 

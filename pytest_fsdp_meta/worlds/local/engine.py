@@ -38,7 +38,6 @@ class ForkServerEngine:
 
     sources: Sources = field(default_factory=Sources)
     modules: Sequence[str] = ()
-    """Names of the modules, of this package and of the project under test, that every rank needs."""
     test_modules: Sequence[str] = ()
     method: str = "forkserver"
     """How ranks start: "forkserver"; "bare", from a server that has imported nothing, if forking it with these modules
@@ -46,7 +45,6 @@ class ForkServerEngine:
     patience: float = 120.0
     """Seconds that the imports may take, besides the timeout of a world, which may be short."""
     worlds: int | None = None
-    """About how many worlds will start; None if that is not known."""
     _server: Server | None = field(default=None, repr=False)
     _processes: weakref.WeakSet[BaseProcess] = field(default_factory=weakref.WeakSet, repr=False)
     _reported: set[str] = field(default_factory=set, repr=False)

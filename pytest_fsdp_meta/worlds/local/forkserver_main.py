@@ -147,7 +147,6 @@ def _forget_address(address: Path | None, parent: int, server: int) -> None:
 
 
 def _has_gone(parent: int) -> bool:
-    """Return whether the parent has ended, or ends now."""
     deadline = time.monotonic() + PARENT_EXIT
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(processes.PAUSE)

@@ -80,8 +80,13 @@ class Measurement:
         for name, value in OURS.items():
             with suppress(Exception):  # other versions of coverage may not have this option
                 self._coverage.set_option(f"run:{name}", value)
-        with _working_in(settings.folder):
+        before = os.getcwd()
+        with suppress(OSError):  # the folder may not exist on another machine
+            os.chdir(settings.folder)
+        try:
             self._coverage.start()
+        finally:
+            os.chdir(before)
 
     def save(self) -> None:
         with suppress(Exception):  # the disk is full: only data are missing
@@ -116,14 +121,3 @@ def combine() -> None:
             current.combine(files)
         for file in files:
             Path(file).unlink(missing_ok=True)
-
-
-@contextmanager
-def _working_in(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    with suppress(OSError):  # the folder may not exist on another machine
-        os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)

@@ -16,7 +16,7 @@ import termios
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from pytest_fsdp_meta.worlds.failures import cause_of
@@ -69,15 +69,11 @@ def post_mortem(channel: Channel, error: BaseException, debugger: str) -> None:
 def _class(debugger: str) -> Any:
     if not debugger:
         return pdb.Pdb
-    module, _, name = debugger.partition(":")
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return resolve_name(debugger)
     except Exception as error:  # importing the module can raise anything
         print(f"--pdbcls={debugger} cannot be imported on this rank ({type(error).__name__}: {error}); using pdb")
         return pdb.Pdb
-    return found
 
 
 class _NoTerminal(Exception):

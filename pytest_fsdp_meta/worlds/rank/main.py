@@ -114,7 +114,6 @@ def main(connection: Connection, task: Assignment, dies_with_parent: bool) -> No
         _FORWARDER = warnings.WarningForwarder(partial(note, warnings.KIND))
         debugging.borrow_terminal_through(channel)
         try:
-            _redirect(task)
             _follow_parent(task)
             _CURRENT = join(channel, task.spec, task.place, Path(task.folder))
         except BaseException as error:
@@ -147,15 +146,14 @@ def _isolate(dies_with_parent: bool) -> None:
     leave_server_alone()
 
 
-def _redirect(task: Assignment) -> None:
-    """Write output to a file, and stacks to another whenever SIGUSR1 arrives."""
+def _follow_parent(task: Assignment) -> None:
+    """Write output to a file, and stacks to another whenever SIGUSR1 arrives; take over what the parent has.
+
+    That is its working directory, environment, modules and coverage settings.
+    """
     output.redirect(task.output)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(task.stacks, "w"), all_threads=True)  # noqa: SIM115
-
-
-def _follow_parent(task: Assignment) -> None:
-    """Take over the parent's working directory, environment, modules and coverage settings."""
     os.chdir(task.cwd)
     os.environ.clear()
     os.environ.update(task.environ)

@@ -15,6 +15,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from pytest_fsdp_meta.worlds.spec import Sources
@@ -75,8 +76,7 @@ def use_sources(sources: Sources) -> None:
     """Let this process import what the parent has imported."""
     sys.path[:] = sources.path or sys.path
     if sources.before is not None:
-        (module, _, name), arguments = sources.before[0].partition(":"), sources.before[1]
-        getattr(importlib.import_module(module), name)(*arguments)
+        resolve_name(sources.before[0])(*sources.before[1])
     others = [finder for finder in sys.meta_path if not isinstance(finder, (LooseModules, LooseParents))]
     sys.meta_path[:] = [LooseModules(sources.modules), *others, LooseParents(list(sources.modules))]
 

@@ -77,7 +77,6 @@ def _check_group(own: int, rank: int, world_size: int, size: int) -> None:
 
 
 def _address_of(url: str) -> tuple[str, int]:
-    """Return the address and port that a rendezvous URL stands for."""
     parts = urlsplit(url)
     if parts.scheme == "env":
         return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))

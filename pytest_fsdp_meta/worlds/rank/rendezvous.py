@@ -120,11 +120,11 @@ def join(channel: Channel, spec: WorldSpec, place: Location, folder: Path) -> Ra
     seed(spec.device_type)
     listener = None
     if place.rank == spec.ranks[0]:
-        listener = _listen(place.address)
+        listener = listen(place.address)
         channel.send("store", place.address, listener.getsockname()[1], _file_to_meet_in(spec, place, folder))
     _, address, port, file = channel.receive()
     os.environ.update(torchrun_environment(place, spec.size, address, port))
-    flight_recorder.enable_recording()
+    os.environ.setdefault(flight_recorder.SIZE, flight_recorder.ENTRIES)  # read before the first process group
     _select_gloo_interface(place)
     me = Rank(place.rank, place.local_rank, spec.size, device, _folder=folder)
     if listener is not None:
@@ -169,8 +169,8 @@ def _join_alone(me: Rank, spec: WorldSpec) -> Rank:
     return me
 
 
-def _listen(address: str) -> socket.socket:
-    """Listen where the other ranks look for the store, and nowhere else: a TCPStore answers whoever reaches it.
+def listen(address: str) -> socket.socket:
+    """Listen at this address of the machine, and nowhere else: a TCPStore answers whoever reaches it.
 
     Port 0: the system picks a free one, so two runs on one machine never meet.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,19 +98,12 @@ def _write(file: Path, header: Mapping[str, Any]) -> None:
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        stream.truncate(size := 8 + len(text) + max(_ends(header), default=0))
-    _allow_mapping(MAPPINGS * size)
-
-
-def _ends(header: Mapping[str, Any]) -> Iterator[int]:
-    return (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-
-
-def _allow_mapping(nbytes: int) -> None:
-    """Raise the limit of this process's memory, if it has one: torch maps files so that they could be written to."""
+        ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        stream.truncate(size := 8 + len(text) + max(ends, default=0))
+    # torch maps files so that they could be written to, which counts against the limit of this process's memory.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
-        raised = soft + nbytes
+        raised = soft + MAPPINGS * size
         resource.setrlimit(
             resource.RLIMIT_DATA, (raised if hard == resource.RLIM_INFINITY else min(raised, hard), hard)
         )

@@ -68,7 +68,9 @@ class WarningForwarder:
         line: str | None = None,
     ) -> None:
         text = str(message)
-        one = RankWarning(text, _names(category), filename, lineno, _module(filename))
+        kinds = [base for base in category.__mro__ if issubclass(base, Warning)]
+        classes = tuple(f"{base.__module__}:{base.__qualname__}" for base in kinds)
+        one = RankWarning(text, classes, filename, lineno, _module(filename))
         forwarded = bool(self._unless) and os.getpid() == self._owner  # a forked child must not write to the pipe
         if file is None and one in self._seen:
             return
@@ -90,10 +92,6 @@ def enable_all() -> None:
         _all_enabled = True
         warnings.resetwarnings()
         warnings.simplefilter("always")
-
-
-def _names(category: type[Warning]) -> tuple[str, ...]:
-    return tuple(f"{base.__module__}:{base.__qualname__}" for base in category.__mro__ if issubclass(base, Warning))
 
 
 def _module(file: str) -> str:

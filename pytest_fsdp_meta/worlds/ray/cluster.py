@@ -217,20 +217,16 @@ class Cluster:
         seconds = max(10.0, request.deadline - time.monotonic())
         descriptions = ray.get([actor.describe_seat.remote() for actor in group.actors], timeout=seconds)
         nodes = _nodes()
+        ours = version("pytest-fsdp-meta")
         for description in descriptions:
-            _require_our_version(description)
+            if (theirs := description.pop("version")) != ours:
+                raise _refusal(
+                    f"node {description['address']} has pytest-fsdp-meta {theirs}, but pytest runs with {ours}; "
+                    "install the same version on every node"
+                )
             node = description["node"]
             raylet_port = nodes[node]["NodeManagerPort"] if node in nodes else 0
             group.seats.append(Seat(**description, raylet_port=raylet_port))
-
-
-def _require_our_version(description: dict[str, Any]) -> None:
-    ours, theirs = version("pytest-fsdp-meta"), description.pop("version")
-    if theirs != ours:
-        raise _refusal(
-            f"node {description['address']} has pytest-fsdp-meta {theirs}, but pytest runs with {ours}; install the "
-            "same version on every node"
-        )
 
 
 def connect(address: str) -> Cluster:

@@ -120,13 +120,16 @@ class RayEngine:
     def _reserve_seats(self, spec: WorldSpec, deadline: float) -> list[Seat]:
         """Return one seat for each rank, in rank order, and reserve those that are missing. Their hosts respond."""
         gpu = self._gpus_per_rank(spec)
-        for group in [group for group in self._groups if not all(map(_is_reachable, group.seats))]:
+        for group in list(self._groups):
+            if all(wire.is_listening(seat.address, seat.port) for seat in group.seats):
+                continue
             self._groups.remove(group)
             self._running.release(group)
         missing = spec.size - len(self._fitting_seats(gpu))
         # A session that waits for seats must hold none, or two sessions could wait for each other. Seats with live
         # ranks are not released: their world ends first.
-        if self._groups and not self._in_use and self._should_yield(missing, gpu):
+        self._members = [member for member in self._members if not member.is_released]
+        if self._groups and not self._members and self._should_yield(missing, gpu):
             self.release_seats()
             missing = spec.size
             # Ray serves waiting sessions only now and then, and a new request would be served before them.
@@ -143,11 +146,6 @@ class RayEngine:
 
     def _fitting_seats(self, gpu: float) -> list[Seat]:
         return [seat for group in self._groups if group.gpu == gpu for seat in group.seats]
-
-    @property
-    def _in_use(self) -> bool:
-        self._members = [member for member in self._members if not member.is_released]
-        return bool(self._members)
 
     def _should_yield(self, missing: int, gpu: float) -> bool:
         """Return whether to release all seats: to wait for missing ones, or because another session has waited long."""
@@ -174,10 +172,6 @@ class RayEngine:
             # The host fills in the folder and the leftovers.
             tasks.append(Assignment(place, spec, self.sources, "", (), environ, os.getcwd()))
         return tasks
-
-
-def _is_reachable(seat: Seat) -> bool:
-    return wire.is_listening(seat.address, seat.port)
 
 
 def _gpus_of_node(seat: Seat, seats: Sequence[Seat]) -> list[str]:

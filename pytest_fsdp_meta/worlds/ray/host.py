@@ -27,6 +27,7 @@ from pytest_fsdp_meta.worlds.failures import Misuse
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.main import Assignment
+from pytest_fsdp_meta.worlds.rank.rendezvous import listen
 from pytest_fsdp_meta.worlds.ray import wire
 from pytest_fsdp_meta.worlds.system import temp_folders
 from pytest_fsdp_meta.worlds.system.output import read
@@ -56,13 +57,6 @@ class LaunchRequest:
     """Folders to remove when the parent is killed."""
 
 
-@dataclass(frozen=True)
-class ReadRequest:
-    """The first message of a parent that wants to read a file of one of its ranks; offsets follow."""
-
-    path: str
-
-
 class Host:
     """Serves parents that have ``key``, each connection in a thread of its own."""
 
@@ -70,7 +64,7 @@ class Host:
         self.address = address
         self._engine = engine
         self._key = key
-        self._socket = wire.listen(address)
+        self._socket = listen(address)
         self.port = int(self._socket.getsockname()[1])
         engine.start()
         threading.Thread(target=self._accept, name="host", daemon=True).start()
@@ -87,9 +81,9 @@ class Host:
             return  # not one of our parents
         with parent, suppress(OSError, EOFError):  # the parent has ended
             request = pickle.loads(parent.recv_bytes())
-            if isinstance(request, ReadRequest):
+            if isinstance(request, Path):  # of a file of one of its ranks, which it wants to read; offsets follow
                 while True:
-                    parent.send_bytes(read(Path(request.path), int(parent.recv_bytes())))
+                    parent.send_bytes(read(request, int(parent.recv_bytes())))
             self._run_rank(parent, request)
 
     def _run_rank(self, parent: Connection, request: LaunchRequest) -> None:
@@ -133,14 +127,11 @@ def localize(request: LaunchRequest, folder: Path, address: str) -> Assignment:
                 f"{node} cannot see {shared}, where the reference is stored; set TMPDIR to a folder that all nodes "
                 "share"
             )
-    own = {name: os.environ.get(name) for name in {*os.environ, *task.environ} if _is_of_the_node(name)}
+    names = {name for name in {*os.environ, *task.environ} if name in NODE_VARIABLES or name.startswith(NODE_PREFIXES)}
+    own = {name: os.environ.get(name) for name in names}
     environ = {name: value for name, value in (task.environ | own).items() if value is not None}
     leftovers = str(folder), *request.shared
     return replace(task, folder=str(folder), leftovers=leftovers, environ=environ)
-
-
-def _is_of_the_node(name: str) -> bool:
-    return name in NODE_VARIABLES or name.startswith(NODE_PREFIXES)
 
 
 @dataclass
@@ -180,7 +171,6 @@ class _Relay:
         return False
 
     def _execute(self, command: tuple[Any, ...]) -> None:
-        """Execute a command of ``RemoteMember``."""
         name, *arguments = command
         if name == "send":
             self.member.send(make_note(arguments[0], self.folder / "call"))

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pytest_fsdp_meta.worlds.engine import read_note
 from pytest_fsdp_meta.worlds.failures import RankFailure
-from pytest_fsdp_meta.worlds.ray.host import FROM_RANK, LaunchRequest, ReadRequest
+from pytest_fsdp_meta.worlds.ray.host import FROM_RANK, LaunchRequest
 from pytest_fsdp_meta.worlds.system.output import OutputTail
 
 ANSWER_TIMEOUT = 5.0
@@ -125,7 +126,7 @@ class RemoteMember:
         try:
             if self._output_connection is None:
                 self._output_connection = self.connect()
-                self._output_connection.send_bytes(pickle.dumps(ReadRequest(self._output)))
+                self._output_connection.send_bytes(pickle.dumps(Path(self._output)))
             self._output_connection.send_bytes(str(at).encode())
             answered = self._output_connection.poll(ANSWER_TIMEOUT)
             return self._output_connection.recv_bytes() if answered else b""

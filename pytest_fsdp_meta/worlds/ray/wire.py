@@ -27,11 +27,6 @@ _KEEPALIVE = {
 }
 
 
-def listen(address: str) -> socket.socket:
-    """Return a socket that accepts connections at one address of this machine, on a port that the system picks."""
-    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128)
-
-
 def authenticate(accepted: socket.socket, key: bytes) -> Connection:
     """Return an accepted connection after the host's side of the handshake. Raises OSError if the keys differ."""
     return _shake_hands(accepted, key, b"host", b"parent")
