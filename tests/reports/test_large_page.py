@@ -161,14 +161,6 @@ def test_arrow_keys_reach_the_fold(opened):
     until(page, "location.hash === '#rows=all'")
 
 
-def test_steps_that_are_nan_are_marked_on_the_axis(opened):
-    page = opened("nightly", fragment="#loader-8-loss_parity")
-    until(page, "document.querySelectorAll('#loader-8 .plot').length === 2")
-    crosses = page.locator("#loader-8 .plot").first.locator(".lost").all()
-    assert len(crosses) == 3
-    assert all(one.is_visible() for one in crosses)
-
-
 def test_paper_has_everything_of_the_loaders_that_failed(opened):
     page = opened("nightly", color_scheme="dark")
     until(page, "document.documentElement.dataset.ready === ''")

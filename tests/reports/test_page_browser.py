@@ -11,7 +11,7 @@ import pytest
 
 from tests.reports import report_factory as factory
 from tests.reports.conftest import DESKTOP, MANY, PAGES
-from tests.reports.report_factory import EMBEDDING, HOSTILE, ROTARY
+from tests.reports.report_factory import EMBEDDING, ROTARY
 
 pytestmark = pytest.mark.nightly
 
@@ -87,21 +87,6 @@ def test_axe_finds_no_accessibility_problem(opened, name, theme):
     page = opened(name, color_scheme=theme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert accessibility_problems(page) == []
-
-
-def test_hostile_names_are_text(opened):
-    page = opened("hostile")
-    text = page.locator("body").inner_text()
-    assert HOSTILE[1] in text
-    assert HOSTILE[2] in text
-    assert page.locator("img, iframe, svg[onload]").count() == 0
-
-
-def test_an_incomplete_report_says_so_first(opened):
-    page = opened("cut")
-    assert page.locator("h1").inner_text() == "Incomplete report"
-    assert page.title().startswith("Incomplete report")
-    assert page.locator(".verdict .warn").is_visible()
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
@@ -383,14 +368,6 @@ def test_findings_are_shown_once_until_they_are_opened(opened):
     assert page.locator(".result .full[open]").count() == 1
 
 
-def test_a_page_with_failures_ends_with_what_could_be_checked_in_addition(opened):
-    page = opened("failed")
-    assert page.locator("main > section").first.get_attribute("id") == "broke"
-    assert page.locator("main > section").last.get_attribute("id") == "unchecked"
-    assert shown(page, ".groups dt") == ["? Subject(data=...) is not declared"]
-    assert len(shown(page, "#broke .command")) == len(shown(page, ".result h3 code")) == 3
-
-
 def test_a_copied_link_or_command_is_announced(opened):
     page = opened("failed", permissions=["clipboard-read", "clipboard-write"])
     assert page.locator("#filters").count() == 0
@@ -482,17 +459,6 @@ def test_readable_without_javascript(opened):
     assert page.url.endswith("#loader-1-dcp_reshards")
 
 
-def test_a_large_report_is_complete(opened):
-    page = opened("large", "#rows=all")
-    assert page.locator(".loader").count() == 20
-    assert page.locator("#matrix tbody td:not(.whole)").count() == 20 * len(factory.CATALOGUE)
-    page.locator("#by-tensor").fill("layers.399.")
-    until(page, "location.hash.includes('399')")
-    assert len(shown(page, "#matrix tbody tr[data-row]")) == 20
-    page.locator("#matrix tr[data-row] th a").last.click()
-    until(page, "document.querySelectorAll('.drawing:not([hidden])').length === 1")
-
-
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_a_strip_is_drawn_and_said(opened, width):
     page = opened("nights", width=width)
@@ -517,11 +483,3 @@ def test_marks_in_the_table_are_inside_it_and_have_words(opened):
         mark = "getComputedStyle(document.querySelector('#matrix .{}'), '::after').content"
         assert page.evaluate(mark.format(kind)) != "none"
     assert page.locator("#matrix .cell").count() > 2
-
-
-def test_a_check_that_passes_has_its_history_in_the_list_of_all_checks(opened):
-    page = opened("nights")
-    page.locator("#loader-2 .checks summary").click()
-    rows = shown(page, "#loader-2 .checks tbody tr")
-    assert all("14 passed" in row for row in rows)
-    assert page.locator("#loader-2 .strip").count() == 0, "words are enough where nothing changed"
