@@ -26,12 +26,8 @@ WORD = "FSDP_FAULTS"
 FAULTS = """
 import ctypes
 import os
-import signal
 import subprocess
-import threading
-import time
 
-import pytest
 import torch.distributed as dist
 
 only = fsdp_conformance(only=["no_meta_params"], timeout=60)
@@ -74,47 +70,11 @@ def test_deadlock(fsdp):
         dist.all_reduce(torch.ones(2))
     fsdp.barrier()
     return load(fsdp)
-
-
-@only
-def test_leaves_things_behind(fsdp):
-    threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
-    dist.new_group([0, 1], group_desc="left")
-    os.environ["LEFT"] = "behind"
-    os.chdir("/")
-    torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True)
-    torch.set_default_device("meta")
-    torch.manual_seed(7)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    build.left = True
-    torch.set_default_device("cpu")
-    torch.set_default_dtype(torch.float32)
-    result = load(fsdp)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    return result
-
-
-@only
-def test_finds_nothing_of_it(fsdp):
-    assert [thread.name for thread in threading.enumerate() if "sleep" in str(thread)] == []
-    assert threading.active_count() < 6
-    assert len(dist.distributed_c10d._world.pg_map) == 1
-    assert "LEFT" not in os.environ
-    assert os.getcwd() != "/"
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.get_default_device() == torch.device("cpu")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert not hasattr(build, "left")
-    return load(fsdp)
 """
 
 
 EXPECTING = """
 import os
-import signal
-import time
 
 CHECKS = [
     "names_match_reference", "dtypes_match_reference", "requires_grad_matches_reference", "loss_parity",
@@ -171,10 +131,7 @@ def saving(fsdp, model=None, **declared):
 def fail(error): raise error
 """
 CRASHES = {
-    "hang": ("stepping(fsdp, lambda: on_rank_1(lambda: time.sleep(1000)))", "rank 1 hung in "),
     "kill": ("stepping(fsdp, lambda: on_rank_1(lambda: os.kill(os.getpid(), 9)))", "rank 1 was killed by SIGKILL"),
-    "exit": ("stepping(fsdp, lambda: os._exit(0))", "ranks 0, 1 exited with code 0"),
-    "attribute": ("stepping(fsdp, lambda: build().wieght)", "ranks 0, 1 raised AttributeError in Subject(train_step"),
     "gradient": (
         "stepping(fsdp, lambda: fail(RuntimeError('disk quota, upgrade required: no gradient')))",
         "ranks 0, 1 raised RuntimeError in Subject(train_step",
@@ -191,7 +148,7 @@ CRASHES = {
 def test_an_expected_failure_excuses_no_crash(project: Project) -> None:
     loader = """
 
-@fsdp_conformance(only=CHECKS, xfail=dict.fromkeys(CHECKS[:3], "known"), timeout=8)
+@fsdp_conformance(only=CHECKS, xfail=dict.fromkeys(CHECKS[:3], "known"))
 def test_{}(fsdp): return {}
 """
     project.loaders(EXPECTING + "".join(loader.format(name, text) for name, (text, _) in CRASHES.items()))
@@ -220,6 +177,7 @@ def test_faults_are_reported_and_the_next_loader_passes(
     healthy = "\n\n@only\ndef test_healthy_{}(fsdp): return load(fsdp)\n"
     parts = FAULTS.split("\n\n@only\ndef ")
     text = parts[0] + "".join(healthy.format(n) + "\n\n@only\ndef " + part for n, part in enumerate(parts[1:]))
+    text += healthy.format("last")
     result = project.run("-v", project.loaders(text).name)
     results = {name.partition("[")[0]: outcome for name, outcome in outcomes(result).items()}
     summaries = {

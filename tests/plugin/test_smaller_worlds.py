@@ -78,11 +78,10 @@ def test_a_finding_says_whether_fewer_ranks_are_enough_for_it(project: Project) 
     result = project.run("--fsdp-report=report", "-rA")
     loaders = json.loads((project.path / "report" / "report.json").read_text())["loaders"]
     found = {loader["loader"].split("::")[1]: loader for loader in loaders}
-    starts, causes = {}, {}
-    for name, loader in found.items():
-        findings = [finding for check in loader["checks"] for finding in check["findings"]]
-        starts[name] = {finding["origin"] for finding in findings}
-        causes[name] = {finding["cause"] for finding in findings}
+    starts = {
+        name: {finding["origin"] for check in loader["checks"] for finding in check["findings"]}
+        for name, loader in found.items()
+    }
     as_well = "a world of one rank fails as well, so not in the sharding: compare the code that builds the model and "
     assert starts == {
         "test_transposed": {f"{as_well}loads its weights"},
@@ -94,9 +93,6 @@ def test_a_finding_says_whether_fewer_ranks_are_enough_for_it(project: Project) 
         "test_expected": {""},
         "test_right": set(),
     }
-    [reordered], [other] = causes["test_transposed"], causes["test_other_slice"]
-    assert reordered.startswith("it has the right values in another order: rows, ")
-    assert other.startswith("these ranks read the slice of another rank")
     tried = {name: "smaller worlds" in loader["seconds"] for name, loader in found.items()}
     assert [name for name, once_more in tried.items() if not once_more] == ["test_expected", "test_right"]
     assert "a rank of 1" not in result.stdout.str(), "what it writes in a smaller world would be taken for a rank's"

@@ -415,6 +415,7 @@ def test_what_could_be_checked_in_addition_is_said_once_for_each_reason():
     ]
     text = Reader(render(page.report)).text
     assert "no data in a batches_follow_the_mesh" in text
+    assert text.index("What could be checked in addition") < text.index("Loaders and checks"), "as none failed"
     failing = Reader(render(report(passing("a.py::a", batches_resume="no data"), factory.broken_loader()))).text
     titles = ("What broke", "All checks", "What could be checked in addition")
     assert sorted(titles, key=failing.index) == list(titles)

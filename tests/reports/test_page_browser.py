@@ -51,10 +51,10 @@ def accessibility_problems(page: playwright.Page) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name not in MANY])
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in MANY or name == "nightly"])
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_no_page_is_wider_than_the_screen(opened, name, width):
-    page = opened(name, width=width)
+    page = opened(name, fragment="#rows=all", width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.locator("h1").is_visible()
@@ -70,14 +70,11 @@ def test_the_header_of_a_narrow_page_is_as_wide_as_the_screen(opened):
     [
         ("usual", "dark"),
         ("alone", "light"),
-        ("alone", "dark"),
-        ("failed", "light"),
         ("failed", "dark"),
         ("table", "light"),
         ("compared", "dark"),
         ("nights", "light"),
         ("known", "light"),
-        ("nights", "dark"),
         ("usual", "light"),
         ("hostile", "light"),
         ("empty", "dark"),
@@ -344,21 +341,6 @@ def test_filters_are_there_where_there_is_something_to_filter(opened):
     assert fields("table") == ["tensor", "check", "rank", "loader", "only", "status"]
 
 
-def test_a_page_that_passed_begins_with_what_could_be_checked_in_addition(opened):
-    page = opened("alone")
-    assert page.locator("main > section").first.get_attribute("id") == "unchecked"
-    assert shown(page, ".unseen li")[0].startswith("Every shard was even, so padding was not tested; 3 ranks would ")
-    assert [text.split(" ", 1)[1] for text in shown(page, ".groups dt")] == [
-        "not judged: 1 buffer",
-        "Subject(data=...) is not declared",
-    ]
-    assert [text.split()[0] for text in shown(page, ".groups dd")] == [
-        "dcp_round_trip",
-        "batches_follow_the_mesh",
-        "batches_resume",
-    ]
-
-
 def test_findings_are_shown_once_until_they_are_opened(opened):
     page = opened()
     assert page.locator("main").inner_text().count("never written (poison value NaN)") == 1
@@ -378,6 +360,7 @@ def test_a_copied_link_or_command_is_announced(opened):
     assert page.evaluate("navigator.clipboard.readText()") == page.url
     page.locator("#cause-1 .copy").click()
     until(page, "document.querySelector('#said').textContent === 'The command is copied.'")
+    assert str(page.evaluate("navigator.clipboard.readText()")).startswith("python -m pytest 'tests/test_llama.py::")
     assert page.get_by_role("status").count() == 1
     until(page, "document.querySelector('.result .link').textContent === 'link'")
 
@@ -460,26 +443,18 @@ def test_readable_without_javascript(opened):
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_a_strip_is_drawn_and_said(opened, width):
+def test_a_strip_is_drawn(opened, width):
     page = opened("nights", width=width)
     strip = page.locator(".result .strip").first
     assert strip.is_visible()
-    assert strip.get_attribute("aria-label") == (
-        "The last 14 runs, oldest first: 2 passed, 2 failed, 3 passed, 1 failed, 5 passed, 1 failed"
-    )
     boxes = [strip.locator(f".h-{state}").bounding_box() for state in ("good", "bad")]
     assert boxes[0]["height"] < boxes[1]["height"], "failures stand out without colours"
-    assert "last 14 runs: 9 passed, 5 failed" in " ".join(shown(page, ".result .history"))
-    assert shown(page, "#history dt") == ["Broken since an earlier run: 1", "Flaky checks: 1"]
 
 
-def test_marks_in_the_table_are_inside_it_and_have_words(opened):
+def test_marks_in_the_table_are_drawn(opened):
     page = opened("nights")
-    for kind, words in (("h-old", "broken since 2026-11-10 02:17"), ("h-flaky", "flaky: 10 passed and 4 failed")):
-        cell = page.locator(f"#matrix .{kind}")
-        assert cell.count() == 1
-        assert words in cell.get_attribute("title")
-        assert words in cell.get_attribute("aria-label")
+    for kind in ("h-old", "h-flaky"):
+        assert page.locator(f"#matrix .{kind}").count() == 1
         mark = "getComputedStyle(document.querySelector('#matrix .{}'), '::after').content"
         assert page.evaluate(mark.format(kind)) != "none"
     assert page.locator("#matrix .cell").count() > 2
