@@ -171,6 +171,28 @@ def test_a_world_with_too_few_gpus_is_a_usage_error(project: Project) -> None:
 
 
 @only_cuda
+def test_workers_lease_the_gpus(project: Project) -> None:
+    """Two workers that each need all GPUs take turns."""
+    project.loaders(
+        f"""
+        import time
+        import pytest
+
+        @pytest.mark.parametrize("n", range(4))
+        @fsdp_conformance(world_size={gpus()}, only=["no_meta_params"])
+        def test_x(fsdp, n):
+            if fsdp.rank == 0:
+                note("in")
+                time.sleep(0.3)
+                note("out")
+            return load(fsdp)
+        """
+    )
+    project.run("-n2", "--fsdp-require-gpu").assert_outcomes(passed=4)
+    assert project.notes == ["in", "out"] * 4
+
+
+@only_cuda
 def test_peak_memory_is_measured(tmp_path: Path) -> None:
     from pytest_fsdp_meta.trial import ON_RANKS
 
