@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-import pytest
-
 from pytest_fsdp_meta.reports.io import read_report
 from tests.conftest import Project
 from tests.plugin.test_outcomes import outcomes, story
@@ -70,12 +68,10 @@ def test_what_differs_is_shown_everywhere_and_fails_nothing(project: Project) ->
     assert page.index("What differs") < page.index(WHY) < page.index("What could be checked in addition")
 
 
-@pytest.mark.parametrize("strict", ["flag", "ini"])
-def test_strict_makes_it_fail_unless_that_is_expected(project: Project, strict: str) -> None:
+def test_strict_makes_it_fail_unless_that_is_expected(project: Project) -> None:
     project.write("conftest.py", CHECKS)
-    project.write("pytest.ini", "[pytest]\n" + ("fsdp_strict = true\n" if strict == "ini" else ""))
     project.loaders(LOADER.format("") + LOADER.format(', xfail={"far_off": "noise"}').replace("test_x", "test_known"))
-    result = project.run("-v", "--fsdp-report=out", *(["--fsdp-strict"] if strict == "flag" else []))
+    result = project.run("-v", "--fsdp-report=out", "--fsdp-strict")
     assert result.ret == 1
     assert outcomes(result) == {
         "test_x[no_meta_params]": "passed",
@@ -87,7 +83,7 @@ def test_strict_makes_it_fail_unless_that_is_expected(project: Project, strict: 
     message = f"differs: {WHY} (a failure with --fsdp-strict)"
     assert story(result, "test_x[far_off]")[0] == f"far_off: {message}"
     rerun = next(line for line in result.outlines if line.startswith("rerun: ") and "test_x[far_off]" in line)
-    assert rerun.endswith(" --fsdp-strict") == (strict == "flag")
+    assert rerun.endswith(" --fsdp-strict")
     result.stdout.fnmatch_lines(
         [
             f"1. failed: {message}",

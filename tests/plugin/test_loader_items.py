@@ -87,19 +87,6 @@ def test_marked_modules_and_world_sizes_on_the_command_line(project: Project) ->
     ]
 
 
-def test_selection(project: Project) -> None:
-    project.write("test_it.py", COLLECTED)
-    chosen = collected(project.collect("--collect-only", "-q", "-k", "no_meta_params and (marker or tiny and world4)"))
-    assert chosen == [
-        "test_it.py::test_marker[no_meta_params]",
-        "test_it.py::test_both[tiny-world4-no_meta_params]",
-        "test_it.py::test_below[tiny-world4-no_meta_params]",
-    ]
-    assert collected(project.collect("--collect-only", "-q", "test_it.py::test_marker[no_meta_buffers]")) == [
-        "test_it.py::test_marker[no_meta_buffers]"
-    ]
-
-
 @pytest.mark.parametrize("arg", ["--collect-only", "--setup-plan", "--setup-only"])
 def test_no_rank_is_started_where_nothing_runs(project: Project, monkeypatch: pytest.MonkeyPatch, arg: str) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -310,27 +297,3 @@ def test_import_modes(project: Project, mode: str) -> None:
     other = "loose" if mode == "importlib" else "other"
     project.loaders(text.format(imported="", local=""), f"two/test_{other}.py")
     project.run(f"--import-mode={mode}").assert_outcomes(passed=3)
-
-
-def test_last_failed_and_first_failure(project: Project) -> None:
-    project.loaders(
-        """
-        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers", "no_uninitialized_memory"])
-        def test_x(fsdp):
-            if fsdp.rank == 0:
-                note("load")
-            with torch.device("meta"):
-                return build()
-
-        @fsdp_conformance(only=["no_meta_params"])
-        def test_y(fsdp):
-            note("y")
-            return load(fsdp)
-        """
-    )
-    first = project.run("-x", "-p", "cacheprovider")
-    first.assert_outcomes(failed=1)
-    again = project.run("--lf", "-p", "cacheprovider", "-rA")
-    again.assert_outcomes(failed=1)
-    assert "FAILED test_it.py::test_x[no_meta_params]" in again.stdout.str()
-    assert project.notes == ["load", "load"]

@@ -43,7 +43,7 @@ def test_output_is_shown_with_the_first_failing_item(project: Project, args: tup
     assert "[rank" not in text
 
 
-@pytest.mark.parametrize("args", [("-s", "-v"), ("-s", "-q"), ("-p", "no:capture")])
+@pytest.mark.parametrize("args", [("-s", "-v"), ("-p", "no:capture")])
 def test_output_is_live_with_s(project: Project, args: tuple[str, ...]) -> None:
     project.loaders(TALKING)
     result = project.run(*args)
@@ -54,13 +54,6 @@ def test_output_is_live_with_s(project: Project, args: tuple[str, ...]) -> None:
         assert lines.count(f"[rank {rank}] and more") == 2
     assert lines.count("[the reference] hello from one world more") == 2, "the reference is built twice"
     assert "Captured rank" not in result.stdout.str(), "live output is not shown again"
-
-
-def test_output_is_captured_on_a_worker_of_xdist(project: Project) -> None:
-    project.loaders(TALKING)
-    result = project.run("-s", "-n1")
-    assert result.parseoutcomes() == {"passed": 3, "errors": 1, "same": 1}
-    assert result.stdout.str().count("Captured rank 0 setup") == 1
 
 
 BODIES = """

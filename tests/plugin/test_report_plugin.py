@@ -157,23 +157,6 @@ def _in_junit(path: Path) -> None:
     (failure,) = case.iter("failure")
     assert str(failure.get("message")).startswith("table, ranks 0, 1: never written")
     assert "remedy:" in str(failure.text)
-    (expected,) = (
-        case for case in cases.values() if case.get("name") == "test_expected[world2-no_uninitialized_memory]"
-    )
-    assert "xfailed" in [one.get("value") for one in expected.iter("property")]
-
-
-def test_the_report_is_the_same_under_xdist(project: Project) -> None:
-    project.loaders(LOADERS)
-    project.run("--fsdp-report=alone")
-    project.run("--fsdp-report=shared", "-n2")
-    alone, shared = by_name(written(project, "alone")), by_name(written(project, "shared"))
-    assert {name: offered(loader) for name, loader in alone.items()} == {
-        name: offered(loader) for name, loader in shared.items()
-    }
-    assert {name: loader.summary and loader.summary.tensors for name, loader in alone.items()} == {
-        name: loader.summary and loader.summary.tensors for name, loader in shared.items()
-    }
 
 
 def test_checks_that_were_not_run_are_reported(project: Project) -> None:
@@ -186,8 +169,7 @@ def test_checks_that_were_not_run_are_reported(project: Project) -> None:
     result.stdout.fnmatch_lines(["*checks accounted for in 2 loaders (*not run)"])
 
 
-@pytest.mark.parametrize("fail_on", ["regression", "any"])
-def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Project, fail_on: str) -> None:
+def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Project) -> None:
     project.loaders(
         """
         import os, pytest
@@ -204,7 +186,7 @@ def test_a_teardown_that_fails_after_a_skip_always_fails_the_run(project: Projec
     project.run("--fsdp-report=old").assert_outcomes(passed=1, skipped=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BREAK", "1")
-        failed = project.run("--fsdp-compare=old/report.json", f"--fsdp-fail-on={fail_on}", "--fsdp-report=new")
+        failed = project.run("--fsdp-compare=old/report.json", "--fsdp-fail-on=regression", "--fsdp-report=new")
     assert failed.ret == pytest.ExitCode.TESTS_FAILED
     summary = (project.path / "new" / "summary.md").read_text()
     assert summary.startswith("### ❌ fsdp conformance fails: failures outside of the checks\n")
@@ -228,8 +210,11 @@ def test_each_worker_has_its_own_record_with_dist_each(project: Project) -> None
         """
     )
     project.run("-n2", "--dist=each", "--fsdp-report=out").assert_outcomes(passed=1, failed=1)
-    found = {name: offered(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
+    loaders = by_name(written(project))
+    found = {name: offered(one)["no_meta_buffers"][0] for name, one in loaders.items()}
     assert found == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
+    sent = [{tensor.name for tensor in one.summary.tensors} for one in loaders.values() if one.summary]
+    assert sent == [{"weight", "bias"}, {"weight", "bias", "table"}]
 
 
 def test_a_failed_collection_replaces_the_earlier_report(project: Project) -> None:
@@ -348,7 +333,6 @@ def test_a_run_without_judged_checks_does_not_pass(project: Project) -> None:
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
     result.stdout.fnmatch_lines(["*nothing was judged, so nothing has passed"])
     assert project.run("-k", "marked or other").ret == 0, "its author skips it"
-    assert project.run("-k", "marked").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def test_a_file_that_never_ends_is_refused() -> None:
@@ -486,7 +470,7 @@ def test_parameters_that_come_after_the_check(project: Project) -> None:
     assert list(by_name(written(project))) == ["test_\\u200bit.py::test_x[0]", "test_\\u200bit.py::test_x[1]"]
 
 
-@pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--setup-only", "--collect-only", "--cache-show"])
+@pytest.mark.parametrize("option", ["--fixtures", "--setup-plan", "--cache-show"])
 def test_options_that_run_no_test_leave_the_report_alone(project: Project, option: str) -> None:
     project.loaders("@fsdp_conformance(only=['no_meta_params'])\ndef test_x(fsdp): return load(fsdp)\n")
     project.write("out/report.json", "mine")
@@ -529,17 +513,3 @@ def test_the_report_is_written_before_an_ordinary_test(project: Project) -> None
     report = written(project)
     assert (report.complete, report.exit_status) == (False, None)
     assert offered(report.loaders[0]) == {"no_meta_params": ("passed", "")}
-
-
-def test_the_summary_is_not_green_if_pytest_failed(project: Project) -> None:
-    project.loaders(
-        """
-        @fsdp_conformance(only=["no_meta_params"])
-        def test_first(fsdp): return load(fsdp)
-
-        def test_other(): assert False
-        """
-    )
-    assert project.run("--fsdp-report=out").ret == 1
-    summary = (project.path / "out" / "summary.md").read_text()
-    assert summary.startswith("### ⚠️ fsdp conformance: 1 passed, pytest exited with 1\n")

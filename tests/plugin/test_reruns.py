@@ -73,16 +73,3 @@ def test_a_rerun_loads_again(project: Project, options: tuple[str, ...]) -> None
     assert "; loaded 2 times (1 rerun); " in totals["test_it.py::test_raises_once"]
     assert "; loaded 3 times (2 reruns); " in totals["test_it.py::test_always_raises"]
     assert "3 passed" in totals["test_it.py::test_wrong_once"]
-
-
-def test_a_loader_that_was_not_rerun_says_nothing(project: Project) -> None:
-    project.loaders(
-        """
-        @fsdp_conformance(only=["no_meta_params"])
-        def test_x(fsdp):
-            return load(fsdp)
-        """
-    )
-    result = project.run("-p", "rerunfailures", "--reruns=2")
-    result.assert_outcomes(passed=1)
-    assert "loaded" not in result.stdout.str()

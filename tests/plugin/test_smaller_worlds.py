@@ -7,19 +7,7 @@ import json
 from tests.conftest import Project
 
 LOADERS = """
-import pytest
-import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-from pytest_fsdp_meta import Subject, fsdp_conformance
-
 CHECKS = ["params_equal_reference", "loss_parity"]
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
 
 
 def subject(model, fsdp):
@@ -31,7 +19,7 @@ def subject(model, fsdp):
 @fsdp_conformance(only=CHECKS, world_size=2)
 def test_transposed(fsdp):
     model = build()
-    model[0].weight.data = model[0].weight.data.flip(0)
+    model.weight.data = model.weight.data.flip(0)
     return subject(model, fsdp)
 
 
@@ -39,7 +27,7 @@ def test_transposed(fsdp):
 def test_other_slice(fsdp):
     model = build()
     if fsdp.world_size > 1:
-        model[0].weight.data = model[0].weight.data.roll(4, 0)
+        model.weight.data = model.weight.data.roll(2, 0)
     return subject(model, fsdp)
 
 
@@ -47,7 +35,7 @@ def test_other_slice(fsdp):
 def test_wrong_with_tp(fsdp):
     model = build()
     if fsdp.mesh["tp"].size() > 1:
-        model[0].weight.data = model[0].weight.data * 2
+        model.weight.data = model.weight.data * 2
     return subject(model, fsdp)
 
 
@@ -56,14 +44,14 @@ def test_of_two(fsdp):
     if fsdp.world_size != 2:
         raise ValueError("made for two ranks")
     model = build()
-    model[0].weight.data = model[0].weight.data.flip(0)
+    model.weight.data = model.weight.data.flip(0)
     return subject(model, fsdp)
 
 
 @fsdp_conformance(only=CHECKS, world_size=2, xfail={"params_equal_reference": "known"})
 def test_expected(fsdp):
     model = build()
-    model[0].weight.data = model[0].weight.data.flip(0)
+    model.weight.data = model.weight.data.flip(0)
     return subject(model, fsdp)
 
 
@@ -74,15 +62,14 @@ def test_right(fsdp):
 
 
 def test_a_finding_says_whether_fewer_ranks_are_enough_for_it(project: Project) -> None:
-    project.write("test_it.py", LOADERS)
+    project.loaders(LOADERS)
     result = project.run("--fsdp-report=report", "-rA")
     loaders = json.loads((project.path / "report" / "report.json").read_text())["loaders"]
     found = {loader["loader"].split("::")[1]: loader for loader in loaders}
-    starts, causes = {}, {}
-    for name, loader in found.items():
-        findings = [finding for check in loader["checks"] for finding in check["findings"]]
-        starts[name] = {finding["origin"] for finding in findings}
-        causes[name] = {finding["cause"] for finding in findings}
+    starts = {
+        name: {finding["origin"] for check in loader["checks"] for finding in check["findings"]}
+        for name, loader in found.items()
+    }
     as_well = "a world of one rank fails as well, so not in the sharding: compare the code that builds the model and "
     assert starts == {
         "test_transposed": {f"{as_well}loads its weights"},
@@ -94,9 +81,6 @@ def test_a_finding_says_whether_fewer_ranks_are_enough_for_it(project: Project) 
         "test_expected": {""},
         "test_right": set(),
     }
-    [reordered], [other] = causes["test_transposed"], causes["test_other_slice"]
-    assert reordered.startswith("it has the right values in another order: rows, ")
-    assert other.startswith("these ranks read the slice of another rank")
     tried = {name: "smaller worlds" in loader["seconds"] for name, loader in found.items()}
     assert [name for name, once_more in tried.items() if not once_more] == ["test_expected", "test_right"]
     assert "a rank of 1" not in result.stdout.str(), "what it writes in a smaller world would be taken for a rank's"

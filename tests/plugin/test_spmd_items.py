@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.conftest import Project, errors
-from tests.plugin.test_outcomes import outcomes, story
+from tests.plugin.test_outcomes import story
 
 HEAD = """
 import os
@@ -104,23 +104,14 @@ def test_fails_everywhere(fsdp):
     pytest.fail("enough", pytrace=False)
 
 @fsdp_spmd
-def test_exits(fsdp):
-    if fsdp.rank: os._exit(7)
-    summed(1)
-
-@fsdp_spmd
 def test_passes(fsdp): summed(1)
 
 @fsdp_spmd
 def test_other_addresses(fsdp): assert object() is None
-
-@fsdp_spmd
-def test_unpaired(fsdp):
-    if fsdp.rank == 0: dist.all_reduce(torch.ones(1), async_op=True)
 """,
         "-p", "no:randomly",
     )  # fmt: skip
-    assert list(results(result).values()) == ["failed", "failed", "failed", "passed", "failed", "error"]
+    assert list(results(result).values()) == ["failed", "failed", "passed", "failed"]
     lines = story(result, "test_fails")
     assert lines[:2] == ["rank 1 raised AssertionError: of the helper", "(while running test_fails)"]
     assert "E       assert [1, 2, 1] == [1, 2, 0]" in lines
@@ -136,12 +127,9 @@ def test_unpaired(fsdp):
         "",
         "enough",
     ]
-    assert story(result, "test_exits")[0] == "rank 1 exited with code 7 before it answered"
     lines = story(result, "test_other_addresses")
     assert lines[0].startswith("ranks 0, 1 raised AssertionError: assert <object object at 0x")
     assert not any(line.startswith("then rank") for line in lines)
-    (unpaired,) = (line for line in story(result, "test_unpaired") if line.startswith("the ranks have not called"))
-    assert unpaired.startswith("the ranks have not called the same number of collectives (rank 0: ")
 
 
 def test_plain_asserts_stay_plain(project: Project) -> None:
@@ -415,8 +403,6 @@ def test_failure(fsdp_world):
     assert fsdp_world.run(summed, 2) == [4, 4]
     fsdp_world.run(boom)
 
-def test_unreadable(fsdp_world): fsdp_world.run(lambda: (_ for _ in ()))
-
 def test_unsendable(fsdp_world): fsdp_world.run(print, LOCK)
 
 def test_keyword(fsdp_world): fsdp_world.run(print, 1, end=LOCK)
@@ -430,7 +416,7 @@ def test_number(fsdp_world): fsdp_world.run(5)
 def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
 """,
     )
-    assert list(results(result).values()) == ["passed", *["failed"] * 7]
+    assert list(results(result).values()) == ["passed", *["failed"] * 6]
     lines = story(result, "test_failure")
     assert ">       fsdp_world.run(boom)" in lines
     assert "E       pytest_fsdp_meta.worlds.failures.WorldError: rank 1 raised KeyError: 'boom'" in lines
@@ -440,7 +426,6 @@ def test_name(fsdp_world): fsdp_world.run("dist.get_rank")
         "ValueError: argument 1 of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: cannot"
         in text
     )
-    assert "ranks 0, 1 returned a generator that cannot be sent back" in text
     assert "argument 'end' of fsdp_world.run is a lock, which cannot be sent to the ranks (TypeError: " in text
     assert (
         "function <lambda> of fsdp_world.run, or something it refers to, cannot be sent to the ranks (TypeErr" in text
@@ -491,40 +476,6 @@ def test_by_request(request): request.getfixturevalue("fsdp_world").run(os.getpi
     for name in ("test_after", "test_by_request"):
         (line,) = [line for line in story(result, name) if line.startswith("E ")]
         assert "ValueError: fsdp_world: no test that requested it is running; a test, or one of its fixtures," in line
-
-
-def test_output_of_ranks_is_shown_with_the_failing_test(project: Project) -> None:
-    result = run(
-        project,
-        """
-def say(word): print("it says", word)
-
-@pytest.fixture
-def loud(fsdp_world):
-    yield
-    fsdp_world.run(say, "bye")
-    assert False
-
-@pytest.mark.fsdp_world(world_size=1, scope="module")
-class TestClass:
-    def test_before(self, fsdp_world): fsdp_world.run(say, "nothing")
-
-    def test_fails(self, fsdp_world):
-        fsdp_world.run(say, "hello")
-        assert False
-
-    def test_ends_badly(self, loud): ...
-
-@fsdp_spmd
-def test_disagrees(fsdp):
-    say(f"rank {fsdp.rank}")
-    if fsdp.rank: pytest.skip("alone")
-""",
-        "-p", "no:randomly",
-    )  # fmt: skip
-    result.assert_outcomes(passed=2, failed=2, errors=1)
-    said = [line for line in result.outlines if line.startswith("it says")]
-    assert sorted(said) == ["it says bye", "it says hello", "it says rank 0", "it says rank 1"]
 
 
 def test_a_test_collected_twice_gets_two_worlds(project: Project) -> None:
@@ -707,12 +658,6 @@ class TestUnit(__import__("unittest").TestCase):
     ]
 
 
-def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
-    assert outcomes(run(project, "")) == {}
-    project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
-    project.run_cold().assert_outcomes(passed=1)
-
-
 def test_fixtures_on_ranks(project: Project) -> None:
     result = run(
         project,
@@ -733,16 +678,9 @@ def test_property(fsdp, record_property): ...
 
 @fsdp_spmd
 def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
-
-@pytest.fixture
-def lock(): return __import__("threading").Lock()
-
-@fsdp_spmd
-def test_lock(fsdp, lock): ...
 """,
     )
-    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed", "error"]
-    assert "fixture 'lock' returns a lock, which cannot be sent to the ranks" in result.stdout.str()
+    assert list(results(result).values()) == ["passed", "passed", "error", "error", "passed"]
     why = "works in the pytest process only; use something inside the body instead, such as pytest.warns"
     assert f"fixture 'recwarn' {why}" in result.stdout.str()
     assert f"fixture 'record_property' {why}" in result.stdout.str()

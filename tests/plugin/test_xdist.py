@@ -67,7 +67,7 @@ def test_an_xdist_group_of_the_user_takes_precedence(pytester: pytest.Pytester) 
     assert scheduling._split_scope("a.py::test_x[a@b]") == "a.py::test_x[a@b]"
 
 
-@pytest.mark.parametrize("args", [("-n2", "--maxschedchunk=1"), ("-n2", "--dist=worksteal"), ("-p", "no:xdist")])
+@pytest.mark.parametrize("args", [("-n2", "--maxschedchunk=1"), ("-n2", "--dist=worksteal")])
 def test_xdist_distributes_as_usual_without_loaders(project: Project, args: tuple[str, ...]) -> None:
     project.write("test_it.py", "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_x(n): ...\n")
     project.run(*args).assert_outcomes(passed=9)
@@ -182,18 +182,16 @@ def test_workers_share_the_slots(project: Project, slots: str) -> None:
     assert project.notes == ["in", "out"] * 4
 
 
-@pytest.mark.parametrize("scope", ["function", "session"])
-def test_worlds_of_tests_share_the_slots(project: Project, scope: str) -> None:
+def test_worlds_of_tests_share_the_slots(project: Project) -> None:
     """A world that is kept for the next test holds no slot while it is idle."""
     project.loaders(
-        f"""
+        """
         import time
         import pytest
-        import torch.distributed as dist
         from pytest_fsdp_meta import fsdp_spmd
 
         @pytest.mark.parametrize("n", range(6))
-        @fsdp_spmd(scope={scope!r})
+        @fsdp_spmd(scope="session")
         def test_x(fsdp, n):
             fsdp.barrier()
             if fsdp.rank == 0:

@@ -84,7 +84,6 @@ PAGES: dict[str, Callable[[], Report]] = {
     "empty": lambda: replace(report(), loaders=()),
     "cut": lambda: report(complete=False, exit_status=None),
     "raised": lambda: with_others(factory.raised()),
-    "large": factory.large,
     "compared": report,
     "nights": factory.nights,
     "known": lambda: report(

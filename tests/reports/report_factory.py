@@ -375,23 +375,3 @@ def hostile() -> Report:
         settings=dict(zip(HOSTILE, reversed(HOSTILE), strict=True)),
     )
     return report(record, *(replace(loader(name), summary=None) for name in others), header=top)
-
-
-def large(loaders: int = 20, tensors: int = 400, same_layout: bool = True) -> Report:
-    """Return a report as large as a nightly run's; unless ``same_layout``, no two tensors share a layout."""
-    mesh = {"dp_replicate": 2, "dp_shard": 4}
-    shapes = [(64, 32) if same_layout else (64 + index, 32) for index in range(tensors)]
-    tensor_records = [
-        tensor(f"model.layers.{index}.mlp.experts.{index % 7}.up_proj.weight", shape, mesh, ("R", "S(0)"))
-        for index, shape in enumerate(shapes)
-    ]
-
-    def one(number: int) -> LoaderRecord:
-        name = f"tests/test_many.py::test_loader[{number}]"
-        found = [
-            finding(t.name, 0, 3, detail=f"first at ({index}, 0)", cause="c") for index, t in enumerate(tensor_records)
-        ]
-        failed = ("params_equal_reference", "update_parity", "full_state_dict_exports") if number % 4 == 1 else ()
-        return loader(name, mesh, {id_: check(id_, "failed", found, name) for id_ in failed}, tensor_records)
-
-    return report(*map(one, range(loaders)))

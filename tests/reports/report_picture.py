@@ -17,6 +17,7 @@ from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.page import write_page
 from tests.reports.chromium import QUIET, chromium
 from tests.reports.many_loaders import nightly, yesterday
+from tests.reports.report_factory import nights
 
 SCALE = 0.8
 """Pixels of the picture for each of the page, so that a picture stays below 300 kB."""
@@ -98,6 +99,16 @@ def shoot_many(browser: Any, folder: Path, target: Path, loaders: int) -> None:
     page.close()
 
 
+def shoot_nights(browser: Any, folder: Path, target: Path) -> None:
+    """What is broken or flaky after fourteen runs, the list of checks, and the first failed check."""
+    write_page(nights(), folder / "nights.html")
+    page = open_page(browser, folder / "nights.html")
+    top, end = page.locator("#history").bounding_box(), page.locator(".result").first.bounding_box()
+    clip = {"x": 0, "y": top["y"] - 10, "width": 1280, "height": end["y"] + end["height"] + 24 - top["y"]}
+    page.screenshot(path=target / "nightly.png", clip=clip, full_page=True)
+    page.close()
+
+
 def open_page(browser: Any, path: Path, scale: float = SCALE) -> Any:
     viewport = {"width": 1280, "height": 1180}
     page = browser.new_page(viewport=viewport, color_scheme="light", device_scale_factor=scale)
@@ -122,6 +133,7 @@ def main(target: Path) -> None:
         shoot(open_page(browser, path, LIST_SCALE), target)
         for loaders in (130, MANY):
             shoot_many(browser, Path(folder), target, loaders)
+        shoot_nights(browser, Path(folder), target)
         browser.close()
 
 

@@ -26,28 +26,8 @@ def test_it_is_small(files):
 def test_it_is_at_most_ten_screens_tall_and_opens_with_few_elements(opened, name):
     page = opened(name)
     assert page.evaluate("document.documentElement.scrollHeight") <= 10 * HEIGHT
-    assert page.evaluate("document.querySelectorAll('*').length") < MOST_NODES[name]
-
-
-def test_what_broke_has_a_card_for_each_cause(opened):
-    page = opened("nightly")
-    assert page.locator("h1").inner_text() == "3 loaders crashed, 6 checks failed, 1 unexpected pass"
     assert page.locator("#broke").bounding_box()["y"] < HEIGHT / 2
-    assert [text.split(" ", 2)[0] for text in shown(page, ".card .kind")] == ["3", "2", "1", "2", "1", "1"]
-    assert shown(page, ".card .kind")[0] == "3 loaders crashed"
-    assert shown(page, ".card .kind")[-1] == "1 unexpected pass"
-    assert shown(page, ".card .kind + .tag") == [
-        "new since the run of 2026-11-19 22:30:00 (9876fed)",
-        "broken since 2026-11-19 22:30:00 (9876fed)",
-        *["new since the run of 2026-11-19 22:30:00 (9876fed)"] * 4,
-    ]
-    assert "at mypkg/loading.py:88" in shown(page, "#cause-1 .origin")
-    assert shown(page, "#cause-2 .values li") == [
-        "no_uninitialized_memory model.rotary_emb.inv_freq, ranks 0-3: never written (poison value NaN), but should be "
-        "written by the loader (8 of 8 elements)"
-    ]
-    assert shown(page, "#cause-2 .chips a code") == ["test_loads[qwen3-tp]", "test_loads[falcon-tp]"]
-    assert "passes, but xfail expects it to fail" in shown(page, "#cause-6 h3")[0]
+    assert page.evaluate("document.querySelectorAll('*').length") < MOST_NODES[name]
 
 
 def test_a_card_leads_to_the_details_and_to_the_cell(opened):
@@ -59,14 +39,6 @@ def test_a_card_leads_to_the_details_and_to_the_cell(opened):
     assert page.locator("#cell-7-grad_parity").is_visible()
     page.locator("#cause-1 .in-table").click()
     assert focused(page, "id") == "cell-2"
-
-
-def test_a_command_is_copied(opened):
-    page = opened("nightly", permissions=["clipboard-read", "clipboard-write"])
-    page.locator("#cause-2 .copy").click()
-    until(page, "document.querySelector('#cause-2 .copy').textContent === 'copied'")
-    command = "python -m pytest 'tests/test_zoo.py::test_loads[qwen3-tp][no_uninitialized_memory]'"
-    assert page.evaluate("navigator.clipboard.readText()") == command
 
 
 def test_a_crash_is_one_bar_in_the_matrix(opened):
@@ -120,24 +92,6 @@ def test_both_headers_of_the_matrix_stay_in_sight(opened):
     assert page.evaluate("document.querySelector('.matrix-scroller').scrollTop") == 1500
 
 
-def test_filters_act_on_the_matrix(opened):
-    page = opened("nightly", fragment="#rows=all")
-    assert page.locator("#filters").bounding_box()["y"] < page.locator("#matrix").bounding_box()["y"]
-    page.locator("[name=status][value=failed]").check(force=True)
-    until(page, "location.hash.includes('status=failed')")
-    assert len(shown(page, "#matrix tr[data-row]")) == 5
-    page.locator("#by-tensor").fill("inv_freq")
-    until(page, "location.hash.includes('inv_freq')")
-    assert page.locator("#matrix tr:not([hidden]) .s-failed:not(.dim)").count() == 2
-    page.locator("#by-loader").select_option("5")
-    until(page, "location.hash.includes('loader=5')")
-    assert shown(page, "#matrix tr[data-row] th") == ["test_loads[falcon-tp]"]
-    address = page.url
-    page.goto("about:blank")
-    page.goto(address)
-    assert shown(page, "#matrix tr[data-row] th") == ["test_loads[falcon-tp]"]
-
-
 def test_a_link_into_a_packed_section_opens_it(opened):
     page = opened("nightly", fragment="#loader-77-no_meta_params")
     until(page, "document.activeElement.id === 'loader-77-no_meta_params'")
@@ -159,14 +113,6 @@ def test_arrow_keys_reach_the_fold(opened):
     assert focused(page, "id") == "unfold"
     page.keyboard.press("Enter")
     until(page, "location.hash === '#rows=all'")
-
-
-def test_steps_that_are_nan_are_marked_on_the_axis(opened):
-    page = opened("nightly", fragment="#loader-8-loss_parity")
-    until(page, "document.querySelectorAll('#loader-8 .plot').length === 2")
-    crosses = page.locator("#loader-8 .plot").first.locator(".lost").all()
-    assert len(crosses) == 3
-    assert all(one.is_visible() for one in crosses)
 
 
 def test_paper_has_everything_of_the_loaders_that_failed(opened):
@@ -193,12 +139,6 @@ def test_axe_finds_no_accessibility_problem(opened, theme):
     page = opened("nightly", fragment="#loader-8-loss_parity", color_scheme=theme)
     until(page, "document.querySelectorAll('#loader-8 .plot').length === 2")
     assert accessibility_problems(page) == []
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_the_screen(opened, width):
-    page = opened("nightly", fragment="#rows=all", width=width)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_failures_are_readable_without_javascript(opened):

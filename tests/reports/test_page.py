@@ -116,8 +116,7 @@ def hostile_list() -> Report:
     return replace(factory.hostile(), loaders=factory.hostile().loaders[:2])
 
 
-def test_hostile_names_in_a_list_are_text():
-    page = Reader(render(hostile_list()))
+def test_no_name_is_an_element(page):
     assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
     assert not any("onload" in attributes for _, attributes in page.elements)
     assert "\u202e" not in page.text
@@ -125,11 +124,8 @@ def test_hostile_names_in_a_list_are_text():
 
 def test_hostile_names_are_shown_as_text():
     page = Reader(render(factory.hostile()))
-    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "base", "embed"} == set()
-    assert not any("onload" in attributes for _, attributes in page.elements)
     for name in factory.HOSTILE:
         assert printable(name.replace("\n", " ")) in page.text
-    assert "\u202e" not in page.text
     assert json.loads(page.raw[2][1])["names"][0] == factory.HOSTILE[0]
 
 
@@ -419,6 +415,7 @@ def test_what_could_be_checked_in_addition_is_said_once_for_each_reason():
     ]
     text = Reader(render(page.report)).text
     assert "no data in a batches_follow_the_mesh" in text
+    assert text.index("What could be checked in addition") < text.index("Loaders and checks"), "as none failed"
     failing = Reader(render(report(passing("a.py::a", batches_resume="no data"), factory.broken_loader()))).text
     titles = ("What broke", "All checks", "What could be checked in addition")
     assert sorted(titles, key=failing.index) == list(titles)
@@ -506,11 +503,8 @@ def test_collectives_of_all_ranks_are_drawn_to_one_scale():
     [
         ("float32", 8),
         ("bfloat16", 4),
-        ("int64", 16),
         ("bool", 2),
         ("float8_e4m3fn", 2),
-        ("complex64", 16),
-        ("uint8", 2),
         ("mystery", None),
         ("", None),
     ],

@@ -13,7 +13,6 @@ from pytest_fsdp_meta.reports.story import CRASH, ERROR, FINDING, UNEXPECTED_PAS
 from pytest_fsdp_meta.reports.summary import summarise
 from pytest_fsdp_meta.reports.totals import describe_totals
 from tests.checks.test_memory import WHOLE, WIDTH, stored
-from tests.conftest import Project
 from tests.reports.many_loaders import LOST, nightly
 from tests.reports.report_factory import check, finding, loader, raised, report
 
@@ -102,24 +101,3 @@ def test_a_summary_has_the_limits_of_losses_and_memory():
     assert (summary.model_bytes, summary.load_budget) == (WHOLE, 3 * WHOLE // 4 + 3 * largest)
     untrained = replace(stored(4), training=None)
     assert summarise(untrained).losses is None
-
-
-def test_pytest_counts_the_same(project: Project) -> None:
-    """For pytest, an unexpected pass is among the failed items."""
-    project.loaders(
-        """
-        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers", "nothing_left_unsharded"])
-        def test_crash(fsdp):
-            raise OSError("no such file")
-
-        @fsdp_conformance(only=["no_meta_params", "nothing_left_unsharded"], xfail={"no_meta_params": "known"})
-        def test_whole(fsdp):
-            return build()
-        """
-    )
-    result = project.run("--fsdp-report=out")
-    failures = "1 loader crashed, 1 check failed, 1 unexpected pass"
-    assert "2 failed, 1 error, 2 same error in " in result.stdout.str()
-    assert f"{failures} in 2 of 2 loaders" in result.outlines
-    assert (project.path / "out" / "summary.md").read_text().startswith(f"### ❌ fsdp conformance: {failures}")
-    assert f"<h1>{failures}</h1>" in (project.path / "out" / "index.html").read_text()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import Check, Finding, Verdict
 from pytest_fsdp_meta.reports.terminal import describe_checks, describe_error, describe_failure, describe_finding
-from tests.checks.evidence_factory import CATALOGUE, ROTARY, change, healthy, on_ranks, verdict
+from tests.checks.evidence_factory import CATALOGUE
 
 WORLD, RERUN = "world of 2 (gloo on cpu)", "pytest 'test_a.py::test_llama[no_meta_buffers]'"
 
@@ -270,30 +269,6 @@ def test_tensors_left_out_and_the_reason_of_an_incomplete_judgement_are_shown():
         "and not judged: the reference does not reproduce itself",
         "",
         f"rerun: {RERUN}",
-    ]
-
-
-def test_a_real_verdict():
-    found = verdict("no_meta_buffers", change(healthy(), ROTARY, [1], device="meta"))
-    assert describe_failure(found, str(healthy().world), RERUN) == message(
-        """
-        no_meta_buffers: no buffer is on the meta device
-        failed in a world of 2 (gloo on cpu):
-
-          rotary.inv_freq, rank 1: on meta, but should be materialised
-
-        likely cause: the loader materialises parameters only; FSDP does not manage buffers
-        remedy: materialise buffers too (to_empty() on the root) and recompute those that the checkpoint lacks
-
-        rerun: pytest 'test_a.py::test_llama[no_meta_buffers]'
-        """
-    )
-
-
-def test_a_real_model_entirely_on_meta():
-    evidence = on_ranks(healthy(), None, lambda rank: tuple(replace(t, device="meta") for t in rank.tensors))
-    assert lines(describe_failure(verdict("no_meta_params", evidence), WORLD, RERUN)) == [
-        "  all 4 parameters, ranks 0, 1: on meta, but should be materialised"
     ]
 
 

@@ -269,6 +269,7 @@ def test_a_loader_with_a_defect_in_one_module_gets_its_picture(project: Project,
     )
     result = project.run("--fsdp-report=out")
     assert result.ret == 1
+    assert "where it starts: layers.1.mlp.act (GELU, torch/nn/modules/activation.py:" in result.stdout.str()
     [record] = read_report(project.path / "out" / "report.json").loaders
     assert record.summary is not None
     step = record.summary.traced
