@@ -165,7 +165,7 @@ def load_all_in_other_size(folder: str) -> None:
 
 def _load_all(
     folder: str, changed: Collection[str] = (), in_other_size: bool = False
-) -> tuple[Optimizer, dict[str, RandomState], dict[str, str]]:
+) -> tuple[Optimizer, dict[str, RandomState], dict[str, Fingerprint]]:
     """Return the optimizer, the generators, and the fingerprints of what is beside it before it was loaded."""
     rank, subject = current(), resharded_subject()
     optimizer, beside = renew_optimizer(subject, rank)
