@@ -146,7 +146,7 @@ class Recorder:
             op=op,
             group=group.group_name,
             ranks=tuple(dist.get_process_group_ranks(group)),
-            dtype=_dtype(inputs),
+            dtype=", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)),
             shapes=tuple(tuple(tensor.shape) for tensor in inputs),
             root=given.get("root_rank", given.get("src")),
             reduction=given["reduce_op"] if isinstance(given.get("reduce_op"), str) else "",
@@ -260,10 +260,6 @@ def _resent(
         received = local.new_empty(0).set_(local.untyped_storage(), start_at, (size,))  # with the padding, if any
         if first < stop and start < last and digest(received) in recorded.held:
             yield name, last - first
-
-
-def _dtype(inputs: Sequence[Tensor]) -> str:
-    return ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs))
 
 
 StepTraffic = tuple[tuple[Collective, ...], tuple[FsdpGroup, ...], tuple[str, ...]]

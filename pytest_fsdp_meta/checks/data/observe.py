@@ -202,21 +202,15 @@ def _shuffler(loader: Any) -> str:
         if isinstance(part, DataLoader):
             loaders.append(part)
         elif depth < DEEPEST:
-            waiting += [(value, depth + 1) for value in getattr(part, "__dict__", {}).values() if _may_hold(value)]
+            held = getattr(part, "__dict__", {}).values()
+            waiting += [(value, depth + 1) for value in held if hasattr(type(value), "__iter__")]
     if len(loaders) != 1:
         return ""
     own = loaders[0]
-    samplers = [own.sampler, own.batch_sampler, getattr(own.batch_sampler, "sampler", None)]
-    shuffling = [s for s in samplers if isinstance(s, RandomSampler) or _shuffles(s)]
+    every = (own.sampler, own.batch_sampler, getattr(own.batch_sampler, "sampler", None))
+    samplers = [sampler for sampler in every if isinstance(sampler, Sampler)]
+    shuffling = [s for s in samplers if isinstance(s, RandomSampler) or getattr(s, "shuffle", None) is True]
     return type(shuffling[0]).__name__ if shuffling else ""
-
-
-def _may_hold(value: object) -> bool:
-    return isinstance(value, DataLoader) or hasattr(type(value), "__iter__")
-
-
-def _shuffles(sampler: object) -> bool:
-    return isinstance(sampler, Sampler) and getattr(sampler, "shuffle", None) is True
 
 
 def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:
@@ -315,8 +309,13 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
         raise SubjectError("data", f"batch {number} has no rows")
     if rows > MOST_ROWS or any(PACKED in path for path in entries):
         return (_hash(_describe(batch)),)
-    columns = {path: value for path, value in entries.items() if _rows_of(value) == rows}
-    kept = _unmasked(columns)
+    columns = {
+        path: value
+        for path, value in entries.items()
+        if (value.shape[:1] == (rows,) if isinstance(value, Tensor) else len(value) == rows)
+    }
+    masks = [value for path, value in columns.items() if path.rpartition(".")[2] == MASK and isinstance(value, Tensor)]
+    kept = masks[0] != 0 if len(masks) == 1 and masks[0].ndim == 2 else None
     return tuple(_hash(_describe_row(columns, row, kept)) for row in range(rows))
 
 
@@ -346,17 +345,6 @@ def _entries(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _entries(part, f"{path}.{key}")
     elif is_dataclass(value):
         yield from _entries(vars(value), path)
-
-
-def _rows_of(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.shape[0] if value.ndim else -1
-    return len(value)
-
-
-def _unmasked(columns: Mapping[str, Any]) -> Tensor | None:
-    masks = [value for path, value in columns.items() if path.rpartition(".")[2] == MASK and isinstance(value, Tensor)]
-    return masks[0] != 0 if len(masks) == 1 and masks[0].ndim == 2 else None
 
 
 def _describe_row(columns: Mapping[str, Any], row: int, kept: Tensor | None) -> Iterator[str]:

@@ -46,7 +46,7 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
     evidence = view.evidence
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
-    if not any(map(_changed, ranks)):
+    if all((rank.first.model, rank.first.state) == (rank.second.model, rank.second.state) for rank in ranks):
         if losses := first_not_finite(rank.first for rank in ranks):
             leave_not_finite(view, f"the losses between the two saves are not finite ({format_losses(losses)})")
         raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
@@ -60,10 +60,6 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
         exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
         yield from view.findings_for(name, exports)
     yield from _compare_rest(view, ranks)
-
-
-def _changed(rank: _Saves) -> bool:
-    return rank.first.model != rank.second.model or rank.first.state != rank.second.state
 
 
 def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:

@@ -26,18 +26,13 @@ def fingerprint(value: Any, within: tuple[Any, ...] = ()) -> str:
     if any(value is outer for outer in within):
         return f"the same {type(value).__name__} again"
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {tuple(value.shape)} {_describe_content(local_part(value))}"
+        local, dtype = local_part(value), str(value.dtype).removeprefix("torch.")
+        is_number = not local.ndim and not local.is_quantized  # such as Adam's step, which messages show
+        content = "on meta" if local.is_meta else repr(local.item()) if is_number else digest(local)
+        return f"{dtype} {tuple(value.shape)} {content}"
     plain = isinstance(value, (bool, int, float, str, type(None)))
     text = repr(value) if plain else " ".join(_describe(value, (*within, value)))
     return text if len(text) <= READABLE else _hash(text.encode())
-
-
-def _describe_content(local: Tensor) -> str:
-    """Return a hash of the elements or, for a number such as Adam's step, the number, which messages show."""
-    if local.is_meta:
-        return "on meta"
-    return repr(local.item()) if not local.ndim and not local.is_quantized else digest(local)
 
 
 def _describe(value: Any, within: tuple[Any, ...]) -> Iterator[str]:

@@ -39,8 +39,8 @@ from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
-from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.random_numbers.observe import observing_generators
+from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.loader.adapter import Part
@@ -133,7 +133,7 @@ def save_all(folder: str) -> RankResumed:
         optimizer_state(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
-    with observing_save(subject, rank, generators), watching_eval(optimizer) as training:
+    with observing_generators(subject, rank, generators, saving=True), watching_eval(optimizer) as training:
         model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
     running, modes = still_saving(), tuple(sorted(set(training.values()))) if subject.save is not None else ()
     return replace(held, model=model, generators=generators, running=running, saved_in_train=modes)
@@ -173,7 +173,7 @@ def _load_all(
     _overwrite(subject, changed, optimizer, beside)
     fresh = beside.fingerprints()
     generators: dict[str, RandomState] = {}
-    with observing_resume(subject, rank, generators):
+    with observing_generators(subject, rank, generators):
         # torch cannot load plain tensors beside the model that have the shapes of shards of another size.
         _load(subject, optimizer, Path(folder), None if in_other_size and subject.save is None else beside)
     return optimizer, generators, fresh
@@ -302,7 +302,8 @@ def _overwrite(
     parts = persistent_parts(subject.model).items()
     memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
     states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
-    states += [] if beside is None else [value for name, value in beside.entries() if not beside.is_of_scheduler(name)]
+    entries = () if beside is None else beside.entries()
+    states += [value for name, value in entries if not name.startswith(f"{SCHEDULER}.")]
     memory += [own_memory(value) for value in states if isinstance(value, Tensor)]
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():

@@ -305,7 +305,9 @@ def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Ten
     absent = source == NO_RANK
     found: dict[str, Any] = {"diverging": tuple(sorted(diverging)), "before": tuple(sorted(before))}
     if absent.any():
-        lacking = (rank for rank, facts in held.items() if _has_any(absent, facts))
+        lacking = (
+            rank for rank, facts in held.items() if any(rows_of(absent, facts)[box].any() for box, _ in boxes_of(facts))
+        )
         index = tuple(int(i) for i in absent.nonzero()[0])
         found |= {"absent": int(absent.sum()), "index": index, "lacking": tuple(lacking)}
     return whole, found
@@ -314,7 +316,3 @@ def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Ten
 def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
     differs = differing(comparable(ours), comparable(theirs))
     return differs.any(-1) if differs.ndim > ours.ndim else differs
-
-
-def _has_any(marked: Tensor, facts: PartFacts) -> bool:
-    return any(rows_of(marked, facts)[box].any() for box, _ in boxes_of(facts))

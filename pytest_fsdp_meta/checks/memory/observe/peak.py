@@ -156,7 +156,9 @@ def find_peaks(changes: Iterable[Change], model: Module, optimizer: Optimizer | 
     Besides its shards, the state of the ``optimizer`` that it returns explains memory, with the gradients of the step
     that created it: torch steps an optimizer once to load its state.
     """
-    whole, shards = Counter(tensor.numel() for tensor in _non_empty_parameters(model)), _count_shards(model)
+    whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
+    # With buffers, which are whole on every rank: a mask may be larger than all weights.
+    shards = _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
     states = [value for part in parts_of_optimizer(optimizer) for value in part.state.values()] if optimizer else []
     explained = Counter({size: COPIES * number for size, number in shards.items()})
     explained += _count_storages(value for state in states for value in state.values() if isinstance(value, Tensor))
@@ -209,15 +211,8 @@ def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
     return min(counts[size], limit) - before
 
 
-def _count_shards(model: Module) -> Counter[int]:
-    """Return the number of this rank's storages by bytes.
-
-    They include buffers, which are whole on every rank: a mask may be larger than all weights.
-    """
-    return _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
-
-
 def _count_storages(tensors: Iterable[Tensor]) -> Counter[int]:
+    """Return the number of this rank's storages by bytes."""
     local = tensors_in([own_memory(tensor) for tensor in tensors])
     storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
     return Counter({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -220,7 +220,9 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
     count. As on a GPU, ``FOREACH`` is the default.
     """
     groups, state = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [{**group, "params": [*map(_local_parameter, _with_gradient(group))]} for group in groups]
+    optimizer.param_groups = [
+        {**group, "params": [_local_parameter(p) for p in group["params"] if p.grad is not None]} for group in groups
+    ]
     for group in optimizer.param_groups:
         if group.get(FOREACH, True) is None and not group.get("fused"):
             group[FOREACH] = True
@@ -236,10 +238,6 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
         return max(peak.nbytes for peak in meter.peaks(0)) - before
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-
-
-def _with_gradient(group: Mapping[str, Any]) -> Iterator[Parameter]:
-    return (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
 def _local_parameter(parameter: Parameter) -> Parameter:
@@ -280,10 +278,6 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-Sent = tuple[str, tuple[str, ...], int]
-"""What is added up: the collective, the mesh dimensions and the number of ranks."""
-
-
 class _StepRecorder:
     """A watcher that knows the phase and the module that run, and adds up what this rank sends for each module.
 
@@ -302,7 +296,8 @@ class _StepRecorder:
         self._backward = False
         self._last = ""
         """The module whose backward FSDP2 has begun last."""
-        self._sent: dict[Sent, dict[str, Counter[str]]] = {}
+        self._sent: dict[tuple[str, tuple[str, ...], int], dict[str, Counter[str]]] = {}
+        """What is added up for each module, by the collective, the mesh dimensions and the number of ranks."""
 
     def where(self) -> tuple[str, str]:
         """Return the phase and the module."""
@@ -326,7 +321,9 @@ class _StepRecorder:
         if op.startswith("all_gather"):
             self.gathered = max(self.gathered, nbytes * ranks)
         modules = self._sent.setdefault((op, self._names.get(group.group_name, ()), ranks), {})
-        counted = modules.setdefault(NUMBER.sub("*", self._module()), Counter())
+        named = [module for what, module in self._spans if what in SENDING]
+        module = named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
+        counted = modules.setdefault(NUMBER.sub("*", module), Counter())
         counted["count"] += 1
         counted["nbytes"] += _leaving(op, nbytes, ranks)
 
@@ -347,10 +344,6 @@ class _StepRecorder:
         if self._spans[-1][0] == BEGINNING:
             self._last = self._spans[-1][1]
 
-    def _module(self) -> str:
-        named = [module for what, module in self._spans if what in SENDING]
-        return named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
-
 
 def _leaving(op: str, nbytes: int, ranks: int) -> int:
     """Return how many bytes of an input leave the rank with a ring."""
@@ -370,9 +363,6 @@ def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, 
             yield mesh.get_group(name).group_name, (name,)
 
 
-GROUPED_PRODUCT = "_grouped_mm"
-
-
 class GroupedProductsOfAnyDtype(TorchDispatchMode):  # type: ignore[misc]
     """Give grouped products of other dtypes their shape; what does not fit together is left to torch to refuse."""
 
@@ -383,7 +373,7 @@ class GroupedProductsOfAnyDtype(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, and multiplies what this rank has
-        if getattr(func, "namespace", "") == "aten" and operator_name(func) == GROUPED_PRODUCT:
+        if getattr(func, "namespace", "") == "aten" and operator_name(func) == "_grouped_mm":
             given = operator_arguments(func, args, kwargs)
             one, other = given["self"], given["mat2"]
             shape = product_shape(one, other, given.get("offs"))

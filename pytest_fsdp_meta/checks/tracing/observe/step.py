@@ -7,10 +7,9 @@ is gathered and no copy of an activation is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -100,8 +99,9 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     layout = Layout(rows, model_splits(subject.model, rank))
     doing("tracing the modules")
     try:
+        compared = TraceComparison(traced, layout)
         with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
-            compared, drawing = _compare(subject, traced, layout)
+            drawing = _run_watched(subject, traced, rows, compared)
     except Exception as error:
         raise NotTraceable(_describe(error)) from error
     finally:
@@ -171,12 +171,6 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
 
 
 @contextmanager
-def _nudged(nudges: Nudges) -> Iterator[None]:
-    with nudges.outputs(), nudges.weights():
-        yield
-
-
-@contextmanager
 def _loaded_values(model: Module, trained: Collection[str], values: Record) -> Iterator[None]:
     """Give the tensors the reference's values in the block, which those of the loader equal, and then their own.
 
@@ -204,22 +198,13 @@ def _loaded_values(model: Module, trained: Collection[str], values: Record) -> I
                 local.copy_(own)
 
 
-def _compare(
-    subject: Subject,
-    traced: TracedReference,
-    layout: Layout,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[TraceComparison, tuple[str, ...]]:
-    compared = TraceComparison(traced, layout)
-    with around():
-        return compared, _run_watched(subject, traced, layout.rows, compared)
-
-
 def _distances(
     subject: Subject, traced: TracedReference, rows: tuple[int, int], nudges: Nudges
 ) -> dict[str, float | None]:
     """Return how far each tensor of these rows moves under nudges; None where its part is not known."""
-    compared, _ = _compare(subject, traced, Layout(rows), partial(_nudged, nudges))
+    compared = TraceComparison(traced, Layout(rows))
+    with nudges.outputs(), nudges.weights():
+        _run_watched(subject, traced, rows, compared)
     return {key: result.distance for key, result in compared.results.items()}
 
 

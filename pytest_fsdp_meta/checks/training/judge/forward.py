@@ -36,7 +36,8 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
     for stale, ranks in ranks_by(found).items():
         if not view.judgeable(stale.name):
             continue
-        tied = _tied_with(view, stale.name)
+        ties = (rank.tied_with.get(stale.name, ()) for rank in view.evidence.inventory)
+        tied = tuple(sorted({stale.name}.union(*ties)))
         yield Finding(
             stale.name,
             ranks,
@@ -46,11 +47,6 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
             condemns=tied,
             **_explain(stale, tied),
         )
-
-
-def _tied_with(view: View, name: str) -> tuple[str, ...]:
-    """Return the names that are tied to a parameter on any rank, and its own."""
-    return tuple(sorted({name}.union(*(rank.tied_with.get(name, ()) for rank in view.evidence.inventory))))
 
 
 def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:

@@ -195,13 +195,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared
-    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven
-    return explanation or _explain_forward(view, by_step)
-
-
-def _explain_forward(view: View, by_step: bool) -> Explanation:
-    """Explain a first loss by what was traced of its forward, if anything was."""
-    if explanation := explain_module(view):
+    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or explain_module(view)
+    if explanation:
         return explanation
     if by_step and _forward_agrees(view):
         return _explain_other_loss(view)

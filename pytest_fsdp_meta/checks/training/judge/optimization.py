@@ -184,7 +184,7 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     references=["NVIDIA/Megatron-LM#6228", "huggingface/accelerate#1527", "pytorch/pytorch#176076"],
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
-    runs = _runs(view)
+    runs = view.evidence.training or ()
     if diverging := first_not_finite(runs):  # NaN replaces every value, so everything would count as moved
         message = f"the losses are not finite ({format_losses(diverging)})"
         leave_not_finite(view, message)
@@ -325,18 +325,13 @@ def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
             yield Finding(name, ranks, actual, "", detail)
 
 
-def _runs(view: View) -> Sequence[RankTraining]:
-    return view.evidence.training or ()
-
-
 def inventories_after_steps(view: View) -> list[RankInventory]:
     """Return each rank's inventory after the steps."""
-    found = [run.after for run in _runs(view) if run.after is not None]
+    found = [run.after for run in view.evidence.training or () if run.after is not None]
     if len(found) < len(view.evidence.inventory):
         raise NotJudged("the parameters were not recorded after the steps")
     return found
 
 
 def count_steps(view: View) -> str:
-    count = max((len(run.losses) for run in _runs(view)), default=0)
-    return counted(count, "step")
+    return counted(max((len(run.losses) for run in view.evidence.training or ()), default=0), "step")

@@ -59,7 +59,8 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     seconds = [run.second for run in runs if run.second is not None]
     if len(seconds) < len(runs):
-        raise NotJudged(_describe_missing(view, runs))
+        one = any(len(run.losses) < 2 for run in runs)
+        raise NotJudged("there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable")
     if not first_steps_equal(view, seconds):
         message = "the first step moved the parameters differently from the reference"
         require_same_forward(view, runs)
@@ -72,12 +73,6 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     found = unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE, fewer_forwards=accumulates)
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
-
-
-def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
-    """Return why a rank has no observation of a second step."""
-    one = any(len(run.losses) < 2 for run in runs)
-    return "there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable"
 
 
 def first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
