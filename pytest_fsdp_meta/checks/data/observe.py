@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import renew_optimizer
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, loaded_subject, resharded_subject
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -31,7 +32,7 @@ from pytest_fsdp_meta.ranks.bits import NOTICES, digest
 from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, current, doing, forward_warnings
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, current, doing, forward_warnings
 
 MOST_BATCHES = 256
 """Batches that are read on each rank; an epoch may have more, or never end."""
@@ -83,8 +84,7 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     try:
         begun = list(islice(batches, 1))
     except CallFailed as error:  # perhaps a loader for one epoch; the first one raised nothing
-        cause = cause_of(error)
-        refused = f"it raises {type(cause).__name__}: {first_line(cause)}"
+        refused = f"it raises {describe_cause(error)}"
         return RankBatches(batch_slice(subject, rank), loader=subject.data is not None, refused=refused)
     if not begun and subject.data is not None:
         return RankBatches(batch_slice(subject, rank), refused="it has no batches")

@@ -284,13 +284,6 @@ def _missing(view: View, kind: str) -> Iterator[Finding]:
             yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
 
 
-def _on_meta(view: View, names: Collection[str], source: str) -> Iterator[Finding]:
-    """Report tensors without values; they are left out before if a check that reports them is selected."""
-    for name in names:
-        if ranks := tuple(rank for rank, tensor in view.holders(name) if tensor.on_meta):
-            yield Finding(name, ranks, "no values: it is on meta", f"the values of {source}", **_ABSENT)
-
-
 def _differences(
     view: View,
     names: Collection[str],
@@ -299,9 +292,10 @@ def _differences(
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
-    on_meta = list(_on_meta(view, names, source))
-    yield from on_meta
-    without_values = {finding.tensor for finding in on_meta}
+    # Tensors on meta are left out before if a check that reports them is selected.
+    on_meta = {n: tuple(rank for rank, tensor in view.holders(n) if tensor.on_meta) for n in names}
+    for name in filter(on_meta.get, names):
+        yield Finding(name, on_meta[name], "no values: it is on meta", f"the values of {source}", **_ABSENT)
     unusable = _unusable(view, source)
     unstable: list[str] = []
     found, subject = view.comparisons(comparisons, names), view.evidence.subject
@@ -330,8 +324,8 @@ def _differences(
     not_compared = [
         name
         for name in names
-        if name not in {*found, *drawn, *without_values}
-        and (source == VERIFIER or name in view.reference_inventory.by_name)
+        if name not in {*found, *drawn} and not on_meta[name]
+        if source == VERIFIER or name in view.reference_inventory.by_name
     ]
     if not_compared:
         raise PartlyJudged(

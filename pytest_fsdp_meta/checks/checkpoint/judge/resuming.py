@@ -11,15 +11,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
 from pytest_fsdp_meta.judging.registry import checkpoint_check
-from pytest_fsdp_meta.judging.view import (
-    Blocked,
-    NotDeclared,
-    Noted,
-    NotJudged,
-    PartlyJudged,
-    View,
-    ranks_by,
-)
+from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (

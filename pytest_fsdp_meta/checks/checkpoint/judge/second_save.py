@@ -10,11 +10,7 @@ from pytest_fsdp_meta.checks.checkpoint.judge.resuming import kept_by_one_rank
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import (
-    first_not_finite,
-    format_losses,
-    leave_not_finite,
-)
+from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 

@@ -44,8 +44,14 @@ EXTRA_STATE = "_extra_state"
 
 def observe_state_dict() -> RankStateDict:
     """Return the keys of the author's state dict, or else of torch's."""
-    subject = resharded_subject()
-    keys, refused = _torch_keys(subject.model)
+    subject, refused = resharded_subject(), ""
+    # torch does not know DeepSpeed's engine, which saves what is inside it.
+    model = unwrapped(subject.model) if zero3.is_wrapper(subject.model) else subject.model
+    try:
+        keys = tuple(get_model_state_dict(model))
+    except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it
+        keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
+        refused = f"{type(error).__name__}: {first_line(error, 200)}"
     if subject.state_dict is not None:
         keys = tuple(author_state_dict(subject))
     return RankStateDict(keys, refused)
@@ -69,19 +75,6 @@ def author_state_dict(subject: Subject) -> Mapping[str, Any]:
             kind = type(key).__name__
             raise SubjectError("state_dict", f"it returned a dict with a key of {kind} ({key!r:.80}), {wanted}")
     return state
-
-
-def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
-    """Return torch's keys, and why ``get_model_state_dict`` refuses the model; empty where it does not.
-
-    torch does not know DeepSpeed's engine, which saves what is inside it.
-    """
-    model = unwrapped(model) if zero3.is_wrapper(model) else model
-    try:
-        return tuple(get_model_state_dict(model)), ""
-    except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it
-        keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
-        return keys, f"{type(error).__name__}: {first_line(error, 200)}"
 
 
 NAME = "export"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class Meter:
             if key not in self._sizes:
                 on_host = tensor.device.type == HOST
                 mapped = maybe_mapped and on_host and self._is_mapped(storage)
-                self._references[key] = weakref.ref(storage, self._forget_callback(key))
+                self._references[key] = weakref.ref(storage, partial(self._forget, key))
                 self._sizes[key], self._kinds[key] = 0, (tensor.element_size(), on_host)
                 self._log_size(key, 0 if mapped else storage.nbytes())
             elif self._sizes[key] and self._sizes[key] != storage.nbytes():
@@ -118,13 +119,10 @@ class Meter:
             self._files.refresh()  # the file may have been mapped since the last time
         return self._files.hold(storage)
 
-    def _forget_callback(self, key: int) -> Callable[[object], None]:
-        def forget(_: object) -> None:
-            with self._lock:
-                self._log_size(key, 0)
-                del self._sizes[key], self._kinds[key], self._references[key]
-
-        return forget
+    def _forget(self, key: int, _: object) -> None:
+        with self._lock:
+            self._log_size(key, 0)
+            del self._sizes[key], self._kinds[key], self._references[key]
 
     def _log_size(self, key: int, size: int) -> None:
         if size != self._sizes[key]:

@@ -55,7 +55,7 @@ def communication_scales(view: View) -> Iterable[Finding]:
             if part.nbytes < LARGE * step.sent or part.nbytes <= SLACK * expected:
                 continue
             over = f" over {' and '.join(part.dims)}" if part.dims else f" among {counted(part.ranks, 'rank')}"
-            most = part.largest_module
+            most = max(part.modules, key=lambda own: own.nbytes, default=None)
             of_it = f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most else ""
             yield Finding(
                 None,

@@ -25,6 +25,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     BACKWARD,
     BACKWARD_PASS,
     FORWARD,
+    GRADIENTS,
     OPTIMIZER,
     REDUCTION,
     STEPPING,
@@ -145,7 +146,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     optimizer = built or make_optimizer(subject)
     state = _state_bytes(optimizer)
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    meter.label_gradients(gradients)
+    meter.label(gradients, GRADIENTS)
     peaks, unstepped = [*meter.peaks(state)], ""
     if optimizer is not None:
         try:

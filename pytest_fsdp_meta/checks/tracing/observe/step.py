@@ -20,6 +20,7 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
 from pytest_fsdp_meta.checks.values.observe import read_part
@@ -34,8 +35,7 @@ from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
-from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, cause_of, current, doing
+from pytest_fsdp_meta.worlds import SEED, current, doing
 
 
 class NotTraceable(Exception):
@@ -81,7 +81,7 @@ def trace_reference(
             noise = _with_distances(noise, moved, unit) if number else _known(moved)
         return replace(traced, noise=noise, modules=describe_modules(model))
     except Exception as error:
-        return replace(empty, problem=_describe(error))
+        return replace(empty, problem=describe_cause(error))
     finally:
         drop_gradients(model)
         return_freed_memory(rank.device)
@@ -103,7 +103,7 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
         with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
             drawing = _run_watched(subject, traced, rows, compared)
     except Exception as error:
-        raise NotTraceable(_describe(error)) from error
+        raise NotTraceable(describe_cause(error)) from error
     finally:
         drop_gradients(subject.model)
         reshard(subject.model)
@@ -140,11 +140,6 @@ def _is_number(value: str) -> bool:
 def _by_rank(value: str) -> bool:
     """Return whether each rank may have its own value: an integer (an index, a size of its part) or a device."""
     return value.lstrip("-").isdigit() or value.startswith(("'cuda", "'cpu"))
-
-
-def _describe(error: Exception) -> str:
-    cause = cause_of(error)
-    return f"{type(cause).__name__}: {first_line(cause)}"
 
 
 def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], watcher: Watcher) -> tuple[str, ...]:

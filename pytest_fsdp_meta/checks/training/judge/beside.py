@@ -10,12 +10,7 @@ from pytest_fsdp_meta.checks.training.facts import Followed, RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, TensorNoise
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import (
-    BEFORE_UPDATES,
-    comparable_training,
-    given_or_certain,
-    require_no_other_cause,
-)
+from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, given_or_certain, require_no_other_cause
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by

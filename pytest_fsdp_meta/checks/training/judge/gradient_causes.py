@@ -261,12 +261,6 @@ def backward_order(view: View) -> dict[str, int]:
     return {name: place for place, name in enumerate(order)}
 
 
-def sort_by_backward(view: View, names: Sequence[str]) -> list[str]:
-    """Return the names with those first whose gradients the backward completes first."""
-    order = backward_order(view)
-    return sorted(names, key=lambda name: order.get(name, len(order)))
-
-
 def describe_first_departure(view: View, runs: Sequence[RankTraining], departing: Collection[str]) -> str:
     """Return which gradient the backward reaches first of those that depart, and one beside it that agrees, else ""."""
     limits, due = limits_of(view, "gradients"), gradients_beyond_rounding(view)

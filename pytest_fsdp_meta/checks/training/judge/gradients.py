@@ -11,13 +11,13 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
     CONSTANT,
     NOT_CLIPPED,
+    backward_order,
     describe_first_departure,
     explain_clipping,
     explain_factor,
     explain_module,
     explain_other,
     explain_own_norms,
-    sort_by_backward,
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
@@ -31,13 +31,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_gradients,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import (
-    Limits,
-    describe_length,
-    gradients_beyond_rounding,
-    limits_of,
-    loss_limits,
-)
+from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
 from pytest_fsdp_meta.judging.multiples import ROUNDING, multiple, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
@@ -201,7 +195,8 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report gradients that are missing or differ from the reference's."""
     limits = limits_of(view, "gradients")
-    names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
+    order = backward_order(view)  # those first whose gradients the backward completes first
+    names = sorted(view.names("parameter", only=view.reference.gradients), key=lambda n: order.get(n, len(order)))
     due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     excused = excused_gradients(view, runs)

@@ -6,12 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge import (
-    AGREE,
-    FORWARD,
-    describe_origin,
-    follow_step,
-)
+from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, follow_step
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence

@@ -22,13 +22,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_same_forward,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import (
-    Limits,
-    describe_length,
-    gradients_beyond_rounding,
-    limits_of,
-    loss_limits,
-)
+from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
