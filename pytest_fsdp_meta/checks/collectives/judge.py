@@ -281,14 +281,9 @@ def _communicated(
 
 
 def _count_by_op(collectives: Sequence[Collective]) -> str:
-    """ "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
-    by_op = grouped((collective.op, collective) for collective in collectives)
-    return " and ".join(
-        f"{_count_op(len(same), op)} ({same[0].dtype} {list(same[0].shapes[0])})" for op, same in by_op.items()
-    )
-
-
-def _count_op(number: int, op: str) -> str:
-    """ "2 all_gathers of lists"."""
-    kind, of, operand = op.partition(" of ")
-    return counted(number, kind) + of + operand
+    """ "2 all_gathers of lists (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
+    parts = []
+    for op, same in grouped((collective.op, collective) for collective in collectives).items():
+        kind, of, operand = op.partition(" of ")
+        parts.append(f"{counted(len(same), kind)}{of}{operand} ({same[0].dtype} {list(same[0].shapes[0])})")
+    return " and ".join(parts)

@@ -293,9 +293,9 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
 
     Where there is an ``attention_mask``, what it masks is left out: padding depends on the other rows of a batch.
     """
-    samples = _samples(batch)
-    if samples is not None:
-        return tuple(_hash(_describe(sample)) for sample in samples)
+    are_samples = isinstance(batch, list) and len(batch) > 1 and all(isinstance(sample, Mapping) for sample in batch)
+    if are_samples and len({frozenset(sample) for sample in batch}) == 1:  # the rows were not collated
+        return tuple(_hash(_describe(sample)) for sample in batch)
     entries = dict(_entries(batch))
     sizes = Counter(value.shape[0] for value in entries.values() if isinstance(value, Tensor) and value.ndim)
     if not sizes:
@@ -317,13 +317,6 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
     masks = [value for path, value in columns.items() if path.rpartition(".")[2] == MASK and isinstance(value, Tensor)]
     kept = masks[0] != 0 if len(masks) == 1 and masks[0].ndim == 2 else None
     return tuple(_hash(_describe_row(columns, row, kept)) for row in range(rows))
-
-
-def _samples(batch: Any) -> list[Any] | None:
-    """Return the rows of a batch that was not collated: a list of dicts with the same keys."""
-    if not isinstance(batch, list) or len(batch) < 2 or not all(isinstance(sample, Mapping) for sample in batch):
-        return None
-    return batch if len({frozenset(sample) for sample in batch}) == 1 else None
 
 
 def _entries(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

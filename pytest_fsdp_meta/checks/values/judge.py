@@ -294,7 +294,7 @@ def _differences(
     """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
     # Tensors on meta are left out before if a check that reports them is selected.
     on_meta = {n: tuple(rank for rank, tensor in view.holders(n) if tensor.on_meta) for n in names}
-    for name in filter(on_meta.get, names):
+    for name in [name for name in names if on_meta[name]]:
         yield Finding(name, on_meta[name], "no values: it is on meta", f"the values of {source}", **_ABSENT)
     unusable = _unusable(view, source)
     unstable: list[str] = []

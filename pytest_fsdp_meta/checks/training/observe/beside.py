@@ -251,22 +251,20 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
         raise SubjectError(SCHEDULER, "ReduceLROnPlateau steps by a metric, which the reference lacks; leave it out")
     objects: dict[str, Any] = {}
     for name, kept in subject.beside.items():
-        objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
+        objects[name] = kept
+        if is_stateful(kept):
+            continue
+        with calling(_where(name), f"{name}(model)"):
+            objects[name] = built = kept(subject.model)
+        if not is_stateful(built):
+            raise SubjectError(
+                "beside",
+                f"{name!r} returned {type(built).__name__}, but should return an object with state_dict() and "
+                "load_state_dict()",
+            )
     compared = frozenset(name for name in objects if not is_stateful(subject.beside[name]))
     begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
     return Beside(scheduler, objects, compared, begun, subject.model)
-
-
-def _build(name: str, function: Any, model: Module) -> Any:
-    with calling(_where(name), f"{name}(model)"):
-        kept = function(model)
-    if not is_stateful(kept):
-        raise SubjectError(
-            "beside",
-            f"{name!r} returned {type(kept).__name__}, but should return an object with state_dict() and "
-            "load_state_dict()",
-        )
-    return kept
 
 
 def last_optimizer(subject: Subject, rank: Rank) -> Optimizer | None:

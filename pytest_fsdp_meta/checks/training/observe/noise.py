@@ -185,7 +185,6 @@ class _NoisySteps(StepObserver):
                 self._add(snapshot)
 
     def _add(self, snapshot: Snapshot) -> None:
-        """Note how far the tensors are from those in the record."""
         reference, moved = self.records[snapshot.name], self.moved.setdefault(snapshot.name, {})
         factors = self.factors.setdefault(snapshot.name, {})
         for name, tensor in snapshot.kind.of(self.model):
