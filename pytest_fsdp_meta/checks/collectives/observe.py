@@ -211,8 +211,10 @@ class Recorder:
     def _find_copies(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
         """Return the known parameters that equal an input bit by bit; a single repeated value proves no copy."""
         names = []
+        held = {name: own_memory(known) for name, known in self.known.items()}
         for tensor in inputs:
-            candidates = [name for name, known in self.known.items() if _same_size(known, tensor)]
+            alike = (tensor.numel(), tensor.dtype)
+            candidates = [name for name, own in held.items() if (own.numel(), own.dtype) == alike]
             if candidates and varies(tensor):
                 bits = digest(tensor)
                 names += [name for name in candidates if digest(local_part(self.known[name])) == bits]
@@ -223,11 +225,6 @@ def varies(tensor: Tensor) -> bool:
     """Return whether the elements differ; torch.unique() does not take each dtype, bytes do."""
     elements = tensor.reshape(-1).view(torch.uint8).unflatten(0, (tensor.numel(), -1)) if tensor.numel() else tensor
     return bool((elements != elements[:1]).any())
-
-
-def _same_size(known: Tensor, tensor: Tensor) -> bool:
-    local = own_memory(known)
-    return bool(local.numel() == tensor.numel() and local.dtype == tensor.dtype)
 
 
 def _span(tensor: Tensor) -> Span:

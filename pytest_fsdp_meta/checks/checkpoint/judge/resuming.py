@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, changes, diverging_names
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
+from pytest_fsdp_meta.judging.gates import format_losses, require_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, Noted, NotJudged, PartlyJudged, View, ranks_by
@@ -309,10 +309,8 @@ def resume_parity(view: View) -> Iterable[Finding]:
             if _relative_error(actual, expected, uninterrupted.losses) > tolerance:
                 different.setdefault(step, []).append(rank)
     if not different:
-        if diverging := first_not_finite(before):
-            # Losses that are not finite stay so, whether or not anything was loaded.
-            message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
-            leave_not_finite(view, message)
+        # Losses that are not finite stay so, whether or not anything was loaded.
+        require_finite(view, before, "the losses of the uninterrupted run")
         return
     step = min(different)
     rank = different[step][0]
@@ -425,9 +423,7 @@ _UNTIED: Explanation = {
 
 def _require_no_other_cause(view: View, what: str, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    if first_not_finite(before):
-        message = f"the losses of the uninterrupted run are not finite ({message})"
-        leave_not_finite(view, message)
+    require_finite(view, before, "the losses of the uninterrupted run", message)
     pairs = list(zip(before, after, strict=True))
     models = ((saved.model, loaded.model) for saved, loaded in pairs)
     # ``untouched`` and the like do not say that a model differs.

@@ -10,7 +10,7 @@ from pytest_fsdp_meta.checks.checkpoint.judge.resuming import kept_by_one_rank
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
+from pytest_fsdp_meta.judging.gates import require_finite
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 
@@ -43,8 +43,7 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
     if all((rank.first.model, rank.first.state) == (rank.second.model, rank.second.state) for rank in ranks):
-        if losses := first_not_finite(rank.first for rank in ranks):
-            leave_not_finite(view, f"the losses between the two saves are not finite ({format_losses(losses)})")
+        require_finite(view, (rank.first for rank in ranks), "the losses between the two saves")
         raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
     diverging = diverging_names(view, [rank.second.model for rank in ranks])
     left_out = {name for rank in ranks for name in rank.second.model.left_out}

@@ -11,9 +11,7 @@ from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
     EXPLAINING_CHECKS,
     comparable_training,
-    first_not_finite,
-    format_losses,
-    leave_not_finite,
+    require_finite,
     require_no_other_cause,
     require_same_forward,
 )
@@ -185,9 +183,7 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
     runs = view.evidence.training or ()
-    if diverging := first_not_finite(runs):  # NaN replaces every value, so everything would count as moved
-        message = f"the losses are not finite ({format_losses(diverging)})"
-        leave_not_finite(view, message)
+    require_finite(view, runs, "the losses")  # NaN replaces every value, so everything would count as moved
     swallowed = list(_swallowed(view, runs))
     yield from swallowed
     unreached = _unreached(view, runs)
