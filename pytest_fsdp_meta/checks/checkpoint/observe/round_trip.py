@@ -315,22 +315,20 @@ def _overwrite(
 
 
 def renew_optimizer(subject: Subject, rank: Rank) -> tuple[Optimizer, Beside]:
-    """Build the optimizer that is saved and resumed and what is beside it; the rank's state has both."""
-    rank.state["resumable"] = optimizer = _make_resumable_optimizer(subject)
+    """Build the optimizer that is saved and resumed and what is beside it; the rank's state has both.
+
+    Where the author declares no optimizer, it is SGD with momentum, which has state to save.
+    """
+    if subject.optimizer is None:
+        trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+        optimizer: Optimizer | None = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+        optimizer.register_step_pre_hook(_reduce_partial_gradients)
+    else:
+        optimizer = make_optimizer(subject)
+        assert optimizer is not None, "something is trainable"
+    rank.state["resumable"] = optimizer
     rank.state["beside"] = beside = make_beside(subject, optimizer)
     return optimizer, beside
-
-
-def _make_resumable_optimizer(subject: Subject) -> Optimizer:
-    """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
-    trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    if subject.optimizer is None:
-        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
-        optimizer.register_step_pre_hook(_reduce_partial_gradients)
-        return optimizer
-    optimizer = make_optimizer(subject)
-    assert optimizer is not None, "something is trainable"
-    return optimizer
 
 
 def _reduce_partial_gradients(optimizer: Optimizer, *_: Any) -> None:

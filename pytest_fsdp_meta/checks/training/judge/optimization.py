@@ -130,8 +130,10 @@ _FROZEN: Explanation = {
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
     after, steps = inventories_after_steps(view), count_steps(view)
-    declared, moving = view.evidence.subject.frozen, _moving_in_reference(view)
-    judged = False
+    declared, reference = view.evidence.subject.frozen, view.evidence.reference
+    moving, judged = set[str](), False
+    if reference is not None and reference.after is not None:  # trainable parameters, and intended moving averages
+        moving = {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
     for name, tensors in view.tensors("parameter"):
         frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
         if not frozen or (name in moving and name not in declared):
@@ -154,14 +156,6 @@ _WRITTEN_BY_STEP: Explanation = {
     "remedy": "if it follows the trained weights on purpose, as a target network does, move it in a hook of the "
     "optimizer's step, which runs on the reference as well; else put it back as it was",
 }
-
-
-def _moving_in_reference(view: View) -> set[str]:
-    """Return the parameters that change in the reference too: trainable ones, and intended moving averages."""
-    reference = view.evidence.reference
-    if reference is None or reference.after is None:
-        return set()
-    return {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
 
 
 def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
