@@ -14,7 +14,7 @@ from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim, s
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import memory_check
 from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import counted, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, fold_names, grouped, name_ranks
 
 FULL = 0.95
 """Fraction of a model's elements that counts as all: tiny tensors, or ones not in the checkpoint, may be absent."""
@@ -65,11 +65,9 @@ def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
 
 def _oversized(rank: RankInventory) -> Iterator[tuple[str, Mismatch, str]]:
     """Find the shards of a rank whose storages are much larger than needed, with a summary of the rank's memory."""
-    behind: dict[str, list[TensorFacts]] = {}
-    for tensor in rank.tensors:
-        # Shards that only an adapter describes are in flat buffers, whose padding is unknown.
-        if tensor.backing is not None and tensor.backing_bytes and not tensor.sharded_by:
-            behind.setdefault(tensor.backing, []).append(tensor)
+    # Shards that only an adapter describes are in flat buffers, whose padding is unknown.
+    known = (t for t in rank.tensors if t.backing is not None and t.backing_bytes and not t.sharded_by)
+    behind = grouped((tensor.backing, tensor) for tensor in known)
     total = sum(tensors[0].backing_bytes for tensors in behind.values())
     sizes = [(tensors, tensors[0].backing_bytes, _needed(tensors)) for tensors in behind.values()]
     needed_in_all = sum(needed for _, _, needed in sizes)

@@ -62,6 +62,7 @@ from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer, optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.torch_private import without_step_hooks
 from pytest_fsdp_meta.ranks.watching import tensors_in
+from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 # Observers of the model alone.
@@ -400,10 +401,8 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
 
 def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
-    names: dict[str, list[str]] = {}
-    for name, parameter in parameters:
-        if (key := memory_key(own_memory(parameter))) is not None:
-            names.setdefault(key, []).append(name)
+    keyed = ((memory_key(own_memory(parameter)), name) for name, parameter in parameters)
+    names = grouped((key, name) for key, name in keyed if key is not None)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 

@@ -57,7 +57,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     register_fake_collectives,
 )
 from pytest_fsdp_meta.ranks.watching import watching
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import clean_name, first_line, grouped
 from pytest_fsdp_meta.worlds import Rank, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
@@ -191,13 +191,15 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 
 def _state_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of the state after a step; of parameters alike in shape and dtype, one takes it for all."""
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
-    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                shapes = tuple(parameter.shape), tuple(local_part(parameter).shape)
-                alike.setdefault((number, *shapes, parameter.dtype), []).append(parameter)
-    if optimizer is None or not alike:
+    if optimizer is None:
+        return 0
+    alike = grouped(
+        ((number, parameter.shape, local_part(parameter).shape, parameter.dtype), parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+    if not alike:
         return 0
     kept = [(parameters[0], parameters[0].grad) for parameters in alike.values()]
     gradients = [(p, p.grad) for parameters in alike.values() for p in parameters]
@@ -256,10 +258,11 @@ def materialise(model: Module) -> dict[int, Parameter]:
 
     Return the new parameters by the identities of those that they replace.
     """
-    tied: dict[int, list[tuple[Module, str]]] = {}
-    for module in unwrapped(model).modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            tied.setdefault(id(parameter), []).append((module, name))
+    tied = grouped(
+        (id(parameter), (module, name))
+        for module in unwrapped(model).modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     model.to_empty(device="cpu")
     for (first, name), *others in tied.values():
         for module, other in others:

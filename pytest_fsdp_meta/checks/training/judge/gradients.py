@@ -21,7 +21,7 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
@@ -35,6 +35,7 @@ from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_b
 from pytest_fsdp_meta.judging.multiples import ROUNDING, multiple, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
+from pytest_fsdp_meta.text import grouped
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
@@ -245,11 +246,7 @@ def _partial_gradients(view: View) -> set[str]:
     """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
     found: set[str] = set()
     for rank in view.evidence.inventory:
-        sharing: dict[str, list[TensorFacts]] = {}
-        for tensor in rank.tensors:
-            if tensor.storage:
-                sharing.setdefault(tensor.storage, []).append(tensor)
-        for tensors in sharing.values():
+        for tensors in grouped((tensor.storage, tensor) for tensor in rank.tensors if tensor.storage).values():
             if len({tensor.identity for tensor in tensors}) > 1:
                 found.update(tensor.name for tensor in tensors)
     return found

@@ -80,9 +80,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     first = min([*wrong_steps, *(step for _, _, step in disagreements)])
     require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
-    alike: dict[tuple[int, int, tuple[float, ...]], list[int]] = {}
-    for rank, other, step in disagreements:
-        alike.setdefault((other, step, runs[rank].losses), []).append(rank)
+    alike = grouped(((other, step, runs[rank].losses), rank) for rank, other, step in disagreements)
     reported = (_report_disagreement(view, runs, ranks, *where) for (*where, _), ranks in alike.items())
     yield from (replace(finding, origin=origin) for finding in reported)
     if not wrong_steps:
