@@ -322,11 +322,12 @@ def renew_optimizer(subject: Subject, rank: Rank) -> tuple[Optimizer, Beside]:
     """
     if subject.optimizer is None:
         trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-        optimizer: Optimizer | None = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+        optimizer: Optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
         optimizer.register_step_pre_hook(_reduce_partial_gradients)
     else:
-        optimizer = make_optimizer(subject)
-        assert optimizer is not None, "something is trainable"
+        built = make_optimizer(subject)
+        assert built is not None, "something is trainable"
+        optimizer = built
     rank.state["resumable"] = optimizer
     rank.state["beside"] = beside = make_beside(subject, optimizer)
     return optimizer, beside
