@@ -302,14 +302,11 @@ def _cause_left_out(check: Check, finding: Finding, run: _Run) -> Finding | None
         for basic in run.judged(run.catalogue[id]).findings:
             if finding.tensor in basic.failed_tensors:
                 cause = f"{id}, which this run leaves out, fails as well ({basic.actual}): {basic.cause}"
-                return replace(
-                    finding, cause=cause, remedy=basic.remedy, cause_alone="", cause_sharded="", remedy_alone=""
-                )
+                return finding.explained_by({"cause": cause, "remedy": basic.remedy})
             if finding.tensor is None:
                 other = f"{basic.tensor}: {basic.actual}" if basic.tensor else basic.actual
                 cause = f"{finding.cause or check.cause}; or {id}, which this run leaves out and which fails ({other})"
-                remedy = finding.remedy or check.remedy
-                return replace(finding, cause=cause, remedy=remedy, cause_alone="", cause_sharded="", remedy_alone="")
+                return finding.explained_by({"cause": cause, "remedy": finding.remedy or check.remedy})
     return None
 
 

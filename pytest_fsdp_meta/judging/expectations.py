@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from math import prod
 
+from pytest_fsdp_meta.checks.sharding.facts import place_of_rank
 from pytest_fsdp_meta.evidence import (
     Evidence,
     MeshFacts,
@@ -81,12 +82,9 @@ def compare_with_declared(tensor: TensorFacts, declared: tuple[str, ...], world:
             cause = f"the plan of another mesh dimension (parallelize_module) left it out; or {cause}"
             remedy = f"add its module to the plan, or {remedy}"
         return Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", cause, remedy)
-    fits = len(actual) == len(declared) and all(_fits(a, d) for a, d in zip(actual, declared, strict=True))
-    return (
-        None
-        if fits
-        else Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", **_explain(actual, declared))
-    )
+    if len(actual) == len(declared) and all(map(_fits, actual, declared)):
+        return None
+    return Mismatch(describe_placements(tensor), f"{_tuple(declared)}, as declared", **_explain(actual, declared))
 
 
 def _explain(actual: tuple[str, ...], declared: tuple[str, ...]) -> Explanation:
@@ -222,14 +220,8 @@ Coordinates = tuple[tuple[str, int], ...]
 
 def coordinates(evidence: Evidence) -> dict[int, dict[str, int]]:
     """Return each rank's index along the named dimensions of the world's mesh and of all meshes of its tensors."""
-    return {rank.rank: _in_world(evidence, rank) | _in_meshes(_meshes_of(rank)) for rank in evidence.inventory}
-
-
-def _in_world(evidence: Evidence, rank: RankInventory) -> dict[str, int]:
-    place, left = {}, rank.rank
-    for dim, size in reversed(evidence.world.mesh):
-        left, place[dim] = divmod(left, size)
-    return place
+    order = evidence.world.mesh
+    return {rank.rank: place_of_rank(rank.rank, order) | _in_meshes(_meshes_of(rank)) for rank in evidence.inventory}
 
 
 def _meshes_of(rank: RankInventory) -> set[MeshFacts]:
@@ -261,7 +253,7 @@ def share_places(evidence: Evidence) -> dict[int, Coordinates]:
     places = {}
     for rank in evidence.inventory:
         meshes = [mesh for mesh in _meshes_of(rank) if not any(map(splits_experts, mesh.dims))]
-        place = _in_meshes(meshes) or _in_world(evidence, rank)
+        place = _in_meshes(meshes) or place_of_rank(rank.rank, evidence.world.mesh)
         shares = ((dim, i) for dim, i in place.items() if splits_sequence(dim) or not splits_model(dim))
         places[rank.rank] = tuple(sorted(shares))
     return places

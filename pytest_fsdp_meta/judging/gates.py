@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
 
 from pytest_fsdp_meta.checks.checkpoint.facts import RankResumed
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -165,13 +164,12 @@ def describe_difference(what: str, found: Sequence[Finding]) -> str:
     return f"{what} ({found[0].tensor}: {found[0].actual})"
 
 
-def first_not_finite(runs: Iterable[RankTraining | RankResumed]) -> Sequence[float]:
-    """Return the losses of the first rank that has one that is not finite, else ()."""
-    return next((run.losses for run in runs if not all(map(math.isfinite, run.losses))), ())
-
-
-def leave_not_finite(view: View, message: str) -> NoReturn:
-    """Raise Blocked if another check reports what makes losses infinite or NaN, else Unjudgeable."""
+def require_finite(view: View, trained: Iterable[RankTraining | RankResumed], what: str, shown: str = "") -> None:
+    """Raise Blocked if losses are infinite or NaN and another check reports what makes them so, else Unjudgeable."""
+    losses = next((run.losses for run in trained if not all(map(math.isfinite, run.losses))), ())
+    if not losses:
+        return
+    message = f"{what} are not finite ({shown or format_losses(losses)})"
     reference, runs = view.evidence.reference, view.evidence.training or ()
     compared = "loss_parity" in view.selection and reference is not None and reference.losses is not None
     wrong = compared and not all(math.isfinite(loss) for run in runs for loss in run.losses)

@@ -201,7 +201,6 @@ def require_noise(view: View, by_dtype: Mapping[str, float], differences: Iterab
 
 
 def _declared(view: View, check_id: str) -> bool:
-    """Return whether the author declares the tolerance of the check."""
     return check_id in view.evidence.tolerance or "*" in view.evidence.tolerance
 
 

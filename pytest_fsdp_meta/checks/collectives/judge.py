@@ -61,8 +61,10 @@ def collectives_match_on_every_rank(view: View) -> Iterable[Finding]:
     ranks = view.evidence.collectives or ()
     for phase, when in PHASES.items():
         recorded = {rank: getattr(own, phase) for rank, own in enumerate(ranks) if getattr(own, phase) is not None}
-        for (_, members), sequences in _by_group(recorded).items():
+        by_group = grouped(((c.group, c.ranks), (rank, c)) for rank, issued in recorded.items() for c in issued)
+        for (_, members), pairs in by_group.items():
             if len(members) > 1 and set(members) <= set(recorded):
+                sequences = grouped(pairs)
                 yield from _compare_sequences({rank: sequences.get(rank, []) for rank in members}, when)
     if any(own.step is None for own in ranks):
         raise PartlyJudged(_describe_no_step(view))
@@ -78,17 +80,6 @@ def _require_known(ranks: Sequence[RankCollectives]) -> None:
 def _describe_no_step(view: View) -> str:
     why = view.evidence.unavailable.get("training")
     return "no training step was recorded" + (f" ({why.summary})" if why is not None else "")
-
-
-def _by_group(
-    recorded: dict[int, Sequence[Collective]],
-) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Return each rank's collectives, in order, by process group."""
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = {}
-    for rank, collectives in recorded.items():
-        for collective in collectives:
-            groups.setdefault((collective.group, collective.ranks), {}).setdefault(rank, []).append(collective)
-    return groups
 
 
 def _compare_sequences(sequences: dict[int, list[Collective]], phase: str) -> Iterator[Finding]:
@@ -168,7 +159,9 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
     if not any(own.groups for own in ranks):
         raise NotJudged("FSDP2 manages no parameters here, so there are no FSDP groups to gather")
     unsharded = set(view.evidence.subject.unsharded)
-    for name, collectives, where in _communicated(view, ranks, lambda own: _managed(own) - unsharded):
+    for name, collectives, where in _communicated(
+        view, ranks, lambda own: {name for group in own.groups or () for name in group.parameters} - unsharded
+    ):
         actual = f"{collectives} in one training step, in addition to FSDP2's own"
         yield Finding(name, where, actual, "communicated by FSDP2 only")
     for op, needed in (("all_gather", _gathers), ("reduce_scatter", _reductions), ("all_reduce", _replica_reductions)):
@@ -231,10 +224,6 @@ def _require_step(view: View, ranks: Sequence[RankCollectives]) -> None:
         raise NotJudged("a single rank does not communicate")
 
 
-def _managed(own: RankCollectives) -> set[str]:
-    return {name for group in own.groups or () for name in group.parameters}
-
-
 def _gathers(group: FsdpGroup) -> int:
     """Return how many gathers a step needs: one per forward, two if it frees the parameters before the backward.
 
@@ -292,14 +281,9 @@ def _communicated(
 
 
 def _count_by_op(collectives: Sequence[Collective]) -> str:
-    """ "2 all_gathers (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
-    by_op = grouped((collective.op, collective) for collective in collectives)
-    return " and ".join(
-        f"{_count_op(len(same), op)} ({same[0].dtype} {list(same[0].shapes[0])})" for op, same in by_op.items()
-    )
-
-
-def _count_op(number: int, op: str) -> str:
-    """ "2 all_gathers of lists"."""
-    kind, of, operand = op.partition(" of ")
-    return counted(number, kind) + of + operand
+    """ "2 all_gathers of lists (float32 [3, 4]) and 1 broadcast (float32 [8, 4])"."""
+    parts = []
+    for op, same in grouped((collective.op, collective) for collective in collectives).items():
+        kind, of, operand = op.partition(" of ")
+        parts.append(f"{counted(len(same), kind)}{of}{operand} ({same[0].dtype} {list(same[0].shapes[0])})")
+    return " and ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.torch_private import (
-    ManagedGroup,
     fsdp_groups,
     operator_arguments,
     operator_name,
@@ -146,7 +145,7 @@ class Recorder:
             op=op,
             group=group.group_name,
             ranks=tuple(dist.get_process_group_ranks(group)),
-            dtype=_dtype(inputs),
+            dtype=", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)),
             shapes=tuple(tuple(tensor.shape) for tensor in inputs),
             root=given.get("root_rank", given.get("src")),
             reduction=given["reduce_op"] if isinstance(given.get("reduce_op"), str) else "",
@@ -171,7 +170,7 @@ class Recorder:
         """Return the digests of tensors of this shape; one of a single repeated value proves nothing."""
         pieces = [piece for ref in self._cut if (piece := ref()) is not None and piece is not output]
         alike = [piece for piece in pieces if piece.shape == output.shape and piece.dtype == output.dtype]
-        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and _varies(piece))
+        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and varies(piece))
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
@@ -212,23 +211,20 @@ class Recorder:
     def _find_copies(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
         """Return the known parameters that equal an input bit by bit; a single repeated value proves no copy."""
         names = []
+        held = {name: own_memory(known) for name, known in self.known.items()}
         for tensor in inputs:
-            candidates = [name for name, known in self.known.items() if _same_size(known, tensor)]
-            if candidates and _varies(tensor):
+            alike = (tensor.numel(), tensor.dtype)
+            candidates = [name for name, own in held.items() if (own.numel(), own.dtype) == alike]
+            if candidates and varies(tensor):
                 bits = digest(tensor)
                 names += [name for name in candidates if digest(local_part(self.known[name])) == bits]
         return tuple(dict.fromkeys(names))
 
 
-def _varies(tensor: Tensor) -> bool:
+def varies(tensor: Tensor) -> bool:
     """Return whether the elements differ; torch.unique() does not take each dtype, bytes do."""
     elements = tensor.reshape(-1).view(torch.uint8).unflatten(0, (tensor.numel(), -1)) if tensor.numel() else tensor
     return bool((elements != elements[:1]).any())
-
-
-def _same_size(known: Tensor, tensor: Tensor) -> bool:
-    local = own_memory(known)
-    return bool(local.numel() == tensor.numel() and local.dtype == tensor.dtype)
 
 
 def _span(tensor: Tensor) -> Span:
@@ -262,10 +258,6 @@ def _resent(
             yield name, last - first
 
 
-def _dtype(inputs: Sequence[Tensor]) -> str:
-    return ", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs))
-
-
 StepTraffic = tuple[tuple[Collective, ...], tuple[FsdpGroup, ...], tuple[str, ...]]
 """The collectives of one step, the FSDP2 groups that it gathered, and the operators that the recorder does not know."""
 
@@ -276,17 +268,15 @@ def observe_step() -> StepTraffic | None:
     return step
 
 
-def watching_step(rank: Rank, model: Module, steps: int, step: int) -> AbstractContextManager[None]:
+@contextmanager
+def watching_step(rank: Rank, model: Module, steps: int, step: int) -> Iterator[None]:
     """Record the collectives of the block if it is the second of ``steps`` steps and a check asked for them.
 
     The first step is not typical: FSDP2 initialises itself and DDP orders its buckets.
     """
-    recorded = "collectives" in rank.state["watch"] and step == min(1, steps - 1)
-    return _recording(rank, model) if recorded else nullcontext()
-
-
-@contextmanager
-def _recording(rank: Rank, model: Module) -> Iterator[None]:
+    if "collectives" not in rank.state["watch"] or step != min(1, steps - 1):
+        yield
+        return
     groups = list(fsdp_groups(model))
     forwards: Counter[int] = Counter()
     parameters = {name: tensor for name, kind, tensor in named_tensors(model) if kind == "parameter"}
@@ -302,17 +292,15 @@ def _recording(rank: Rank, model: Module) -> Iterator[None]:
         with recorder.noting_optimizers(), watching(recorder):
             yield
     names = grouped((id(tensor), name) for name, _, tensor in named_tensors(model))
-    facts = tuple(_group_facts(group, names, forwards[index]) for index, group in enumerate(groups))
-    rank.state["step"] = recorder.collectives(model), facts, tuple(sorted(recorder.unknown))
-
-
-def _group_facts(group: ManagedGroup, names: Mapping[int, Sequence[str]], forwards: int) -> FsdpGroup:
-    """Return the facts of a group; ``names`` maps the identity of each tensor of the model to its names."""
-    return FsdpGroup(
-        parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
-        forwards=forwards,
-        reshards=group.reshards,
-        trainable=any(parameter.requires_grad for parameter in group.parameters),
-        replicates=group.replicates,
-        ranks=group.ranks,
+    facts = tuple(
+        FsdpGroup(
+            parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
+            forwards=forwards[index],
+            reshards=group.reshards,
+            trainable=any(parameter.requires_grad for parameter in group.parameters),
+            replicates=group.replicates,
+            ranks=group.ranks,
+        )
+        for index, group in enumerate(groups)
     )
+    rank.state["step"] = recorder.collectives(model), facts, tuple(sorted(recorder.unknown))

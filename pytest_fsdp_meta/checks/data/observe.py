@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from pytest_fsdp_meta.checks.checkpoint.observe.author import call_author
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import renew_optimizer
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, loaded_subject, resharded_subject
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -31,7 +32,7 @@ from pytest_fsdp_meta.ranks.bits import NOTICES, digest
 from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, current, doing, forward_warnings
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, current, doing, forward_warnings
 
 MOST_BATCHES = 256
 """Batches that are read on each rank; an epoch may have more, or never end."""
@@ -83,8 +84,7 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     try:
         begun = list(islice(batches, 1))
     except CallFailed as error:  # perhaps a loader for one epoch; the first one raised nothing
-        cause = cause_of(error)
-        refused = f"it raises {type(cause).__name__}: {first_line(cause)}"
+        refused = f"it raises {describe_cause(error)}"
         return RankBatches(batch_slice(subject, rank), loader=subject.data is not None, refused=refused)
     if not begun and subject.data is not None:
         return RankBatches(batch_slice(subject, rank), refused="it has no batches")
@@ -202,21 +202,15 @@ def _shuffler(loader: Any) -> str:
         if isinstance(part, DataLoader):
             loaders.append(part)
         elif depth < DEEPEST:
-            waiting += [(value, depth + 1) for value in getattr(part, "__dict__", {}).values() if _may_hold(value)]
+            held = getattr(part, "__dict__", {}).values()
+            waiting += [(value, depth + 1) for value in held if hasattr(type(value), "__iter__")]
     if len(loaders) != 1:
         return ""
     own = loaders[0]
-    samplers = [own.sampler, own.batch_sampler, getattr(own.batch_sampler, "sampler", None)]
-    shuffling = [s for s in samplers if isinstance(s, RandomSampler) or _shuffles(s)]
+    every = (own.sampler, own.batch_sampler, getattr(own.batch_sampler, "sampler", None))
+    samplers = [sampler for sampler in every if isinstance(sampler, Sampler)]
+    shuffling = [s for s in samplers if isinstance(s, RandomSampler) or getattr(s, "shuffle", None) is True]
     return type(shuffling[0]).__name__ if shuffling else ""
-
-
-def _may_hold(value: object) -> bool:
-    return isinstance(value, DataLoader) or hasattr(type(value), "__iter__")
-
-
-def _shuffles(sampler: object) -> bool:
-    return isinstance(sampler, Sampler) and getattr(sampler, "shuffle", None) is True
 
 
 def _open(data: Callable[[], Iterable[Any]] | Iterable[Any]) -> Iterable[Any]:
@@ -299,9 +293,9 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
 
     Where there is an ``attention_mask``, what it masks is left out: padding depends on the other rows of a batch.
     """
-    samples = _samples(batch)
-    if samples is not None:
-        return tuple(_hash(_describe(sample)) for sample in samples)
+    are_samples = isinstance(batch, list) and len(batch) > 1 and all(isinstance(sample, Mapping) for sample in batch)
+    if are_samples and len({frozenset(sample) for sample in batch}) == 1:  # the rows were not collated
+        return tuple(_hash(_describe(sample)) for sample in batch)
     entries = dict(_entries(batch))
     sizes = Counter(value.shape[0] for value in entries.values() if isinstance(value, Tensor) and value.ndim)
     if not sizes:
@@ -315,16 +309,14 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
         raise SubjectError("data", f"batch {number} has no rows")
     if rows > MOST_ROWS or any(PACKED in path for path in entries):
         return (_hash(_describe(batch)),)
-    columns = {path: value for path, value in entries.items() if _rows_of(value) == rows}
-    kept = _unmasked(columns)
+    columns = {
+        path: value
+        for path, value in entries.items()
+        if (value.shape[:1] == (rows,) if isinstance(value, Tensor) else len(value) == rows)
+    }
+    masks = [value for path, value in columns.items() if path.rpartition(".")[2] == MASK and isinstance(value, Tensor)]
+    kept = masks[0] != 0 if len(masks) == 1 and masks[0].ndim == 2 else None
     return tuple(_hash(_describe_row(columns, row, kept)) for row in range(rows))
-
-
-def _samples(batch: Any) -> list[Any] | None:
-    """Return the rows of a batch that was not collated: a list of dicts with the same keys."""
-    if not isinstance(batch, list) or len(batch) < 2 or not all(isinstance(sample, Mapping) for sample in batch):
-        return None
-    return batch if len({frozenset(sample) for sample in batch}) == 1 else None
 
 
 def _entries(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -346,17 +338,6 @@ def _entries(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _entries(part, f"{path}.{key}")
     elif is_dataclass(value):
         yield from _entries(vars(value), path)
-
-
-def _rows_of(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.shape[0] if value.ndim else -1
-    return len(value)
-
-
-def _unmasked(columns: Mapping[str, Any]) -> Tensor | None:
-    masks = [value for path, value in columns.items() if path.rpartition(".")[2] == MASK and isinstance(value, Tensor)]
-    return masks[0] != 0 if len(masks) == 1 and masks[0].ndim == 2 else None
 
 
 def _describe_row(columns: Mapping[str, Any], row: int, kept: Tensor | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import NormalDist
@@ -173,8 +173,9 @@ def _spreads(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Tested]:
     for name, parts in by_name.items():
         for indices in ranks_by((i, part.facts.local_shape) for i, part in enumerate(parts)).values():
             alike = [parts[i] for i in indices]
-            weight = weight_of(name, view.evidence.inventory[alike[0].ranks[0]].by_name)
-            fans = fans_of(alike[0].facts, weight)
+            # The weight beside a bias: its fan scales both.
+            beside = f"{name.rpartition('.')[0]}.weight" if name.endswith(".bias") else ""
+            fans = fans_of(alike[0].facts, view.evidence.inventory[alike[0].ranks[0]].by_name.get(beside))
             measured = measure_ratio({part.draw.own.digest: part.draw for part in alike}.values())
             if fans and measured is not None:
                 yield Tested(name, tuple(sorted(r for part in alike for r in part.ranks)), measured, fans)
@@ -339,8 +340,3 @@ def can_tell(measured: Measured, fans: Iterable[Fan], tests: int) -> bool:
 def excludes_chance(spread: Spread, pairs: int) -> bool:
     """Return whether two draws of these values are equal by chance in less than half of ``ERROR_RATE`` of the runs."""
     return spread.surprise > math.log(2 * max(pairs, 1) / ERROR_RATE)
-
-
-def weight_of(name: str, by_name: Mapping[str, TensorFacts]) -> TensorFacts | None:
-    """Return the weight beside a bias, whose fan scales both."""
-    return by_name.get(f"{name.rpartition('.')[0]}.weight") if name.endswith(".bias") else None

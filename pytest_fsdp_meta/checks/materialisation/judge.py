@@ -140,13 +140,9 @@ def _on_other_devices(view: View, kind: str) -> Iterable[Finding]:
     devices = {rank.rank: rank.device for rank in view.evidence.inventory}
     offloaded = set(view.evidence.subject.offloaded)
     for name, facts in view.tensors(kind):
-        yield from view.findings_for(
-            name, [(rank, _misplaced(t, "cpu" if name in offloaded else devices[rank])) for rank, t in facts]
-        )
-
-
-def _misplaced(tensor: TensorFacts, device: str) -> Mismatch | None:
-    return None if tensor.device == device else Mismatch(f"on {tensor.device}", f"on {device}")
+        pairs = [(rank, t.device, "cpu" if name in offloaded else devices[rank]) for rank, t in facts]
+        wrong = [(rank, Mismatch(f"on {own}", f"on {due}") if own != due else None) for rank, own, due in pairs]
+        yield from view.findings_for(name, wrong)
 
 
 @materialisation_check(

@@ -22,11 +22,12 @@ from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
-from pytest_fsdp_meta.checks.training.observe.beside import beside_for_reference, scheduler_for_reference
+from pytest_fsdp_meta.checks.training.observe.beside import scheduler_for_reference
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.loader.declared import FROM_RANK_0, describe_declarations
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import is_stateful
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
 from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.bits import NOTICES, poisoned_memory, restore_defaults
@@ -41,6 +42,7 @@ from pytest_fsdp_meta.ranks.sending import pack_function
 from pytest_fsdp_meta.ranks.torch_names import lacking
 from pytest_fsdp_meta.ranks.torch_private import is_compiled
 from pytest_fsdp_meta.ranks.watching import DTensorDraws, watching
+from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
 
 LEFT_BY_LOADER = "random states"
@@ -132,13 +134,14 @@ def resharded_subject() -> Subject:
 
 def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_active: bool) -> Loaded:
     """Return what the subject declares, and the inventory of its model on this rank."""
-    names = _names_by_kind(subject.model)
-    facts = subject.resolve(names["parameter"], names["buffer"], non_persistent(subject.model), rank.world_size)
+    names = grouped((kind, name) for name, kind, _ in named_tensors(subject.model))
+    parameters, buffers = names.get("parameter", []), names.get("buffer", [])
+    facts = subject.resolve(parameters, buffers, non_persistent(subject.model), rank.world_size)
     facts = replace(facts, engine=zero3.ENGINE if zero3.adapter(subject.model) else "")
     lookup.remember(subject.model, subject.adapter)
     _require_elements(subject.model)
     inventory = take_inventory(subject.model, rank.rank, str(rank.device), facts.kept_attributes)
-    built = built_optimizer(subject)
+    built, backend = built_optimizer(subject), dist.get_backend()
     computes_in, reduces_in = precision(subject.model)
     inventory = replace(
         inventory,
@@ -162,14 +165,9 @@ def describe(subject: Subject, rank: Rank, managed: Mapping[str, bool], poison_a
         checkpoints=checkpoints,
         data_parallel=batch_slice(subject, rank),
         gpu="" if (accelerator := accelerator_of(rank.device)) is None else accelerator.get_device_name(rank.device),
-        library=_communication_library(),
+        library=f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backend else str(backend),
         lacking=lacking(subject.model),
     )
-
-
-def _communication_library() -> str:
-    backend = dist.get_backend()
-    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backend else str(backend)
 
 
 def call_loader(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
@@ -198,20 +196,16 @@ def _require_process_group(rank: Rank) -> None:
         )
 
 
-def _require_living_groups(model: Module) -> None:
-    """Raise Misuse when a DTensor has lost its process group: its use would fail deep inside torch."""
-    if not dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise Misuse(
-            "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
-            "checks train and save the model; leave the group to the plugin, which destroys it with the ranks"
-        )
-
-
 def judgeable_subject(returned: object) -> Subject:
     """Return what the loader returned as a Subject. Raises Misuse or SubjectError for what cannot be judged."""
     subject = _as_subject(returned)
     _require_judgeable(subject.model)
-    _require_living_groups(subject.model)
+    # The use of a DTensor that has lost its process group would fail deep inside torch.
+    if not dist.is_initialized() and any(isinstance(parameter, DTensor) for parameter in subject.model.parameters()):
+        raise Misuse(
+            "the loader destroyed the process group (destroy_process_group) that its model is sharded over, and the "
+            "checks train and save the model; leave the group to the plugin, which destroys it with the ranks"
+        )
     return subject
 
 
@@ -267,13 +261,6 @@ def _require_elements(model: Module) -> None:
             )
 
 
-def _names_by_kind(model: Module) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {"parameter": [], "buffer": []}
-    for name, kind, _ in named_tensors(model):
-        names[kind].append(name)
-    return names
-
-
 def _pack_recipe(subject: Subject) -> dict[str, bytes]:
     """Pickle the fields that the reference needs. Raises SubjectError for a field that cannot be pickled."""
     from pytest_fsdp_meta.worlds.system.pickling import dumps
@@ -287,7 +274,7 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
         if field == "scheduler":
             value = scheduler_for_reference(subject, built)
         elif field == "beside":
-            value = beside_for_reference(subject)
+            value = {name: kept for name, kept in subject.beside.items() if not is_stateful(kept)}
         try:
             packed[field] = dumps(value)
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -14,7 +14,7 @@ from pytest_fsdp_meta.evidence import RankInventory, TensorFacts, sharded_dim, s
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import memory_check
 from pytest_fsdp_meta.judging.view import Differs, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import counted, fold_names, name_ranks
+from pytest_fsdp_meta.text import counted, fold_names, grouped, name_ranks
 
 FULL = 0.95
 """Fraction of a model's elements that counts as all: tiny tensors, or ones not in the checkpoint, may be absent."""
@@ -65,11 +65,9 @@ def shard_bytes_within_budget(view: View) -> Iterable[Finding]:
 
 def _oversized(rank: RankInventory) -> Iterator[tuple[str, Mismatch, str]]:
     """Find the shards of a rank whose storages are much larger than needed, with a summary of the rank's memory."""
-    behind: dict[str, list[TensorFacts]] = {}
-    for tensor in rank.tensors:
-        # Shards that only an adapter describes are in flat buffers, whose padding is unknown.
-        if tensor.backing is not None and tensor.backing_bytes and not tensor.sharded_by:
-            behind.setdefault(tensor.backing, []).append(tensor)
+    # Shards that only an adapter describes are in flat buffers, whose padding is unknown.
+    known = (t for t in rank.tensors if t.backing is not None and t.backing_bytes and not t.sharded_by)
+    behind = grouped((tensor.backing, tensor) for tensor in known)
     total = sum(tensors[0].backing_bytes for tensors in behind.values())
     sizes = [(tensors, tensors[0].backing_bytes, _needed(tensors)) for tensors in behind.values()]
     needed_in_all = sum(needed for _, _, needed in sizes)
@@ -150,19 +148,16 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
         detail = f"rank {ranks[0]} held up to {max(first.host, first.device or 0)} bytes; the model has "
         detail += f"{sizes[ranks[0]].whole} bytes, of which the rank keeps {sizes[ranks[0]].kept}"
         expected = "a few full tensors at a time besides the shards"
-        advice = _advise({*ranks, *declared}, sizes)
-        yield Finding(None, ranks, "held as a whole while loading", expected, detail, **advice)
+        meant = {*ranks, *declared}
+        whole = "True" if len(meant) == len(sizes) else str(tuple(sorted(meant)))
+        remedy = f"{BY_SLICES}; or declare it as intended: Subject(whole_while_loading={whole})"
+        yield Finding(None, ranks, "held as a whole while loading", expected, detail, remedy=remedy)
     unknown = [rank for rank, whole in held.items() if whole is None]
     if unknown:
         raise Differs(
             f"on {name_ranks(unknown)}, as many bytes as the model has were alive at a time; they may be copies of "
             "shards, which more ranks would tell from the whole model"
         )
-
-
-def _advise(ranks: Collection[int], world: Collection[int]) -> Explanation:
-    declared = "True" if len(ranks) == len(world) else str(tuple(sorted(ranks)))
-    return {"remedy": f"{BY_SLICES}; or declare it as intended: Subject(whole_while_loading={declared})"}
 
 
 def _held_whole(memory: RankMemory, sizes: _Sizes) -> bool | None:
@@ -212,7 +207,9 @@ def _sizes(rank: RankInventory) -> _Sizes:
 )
 def step_memory_bounded(view: View) -> Iterable[Finding]:
     ranks = [run.memory for run in view.evidence.training or ()]
-    yield from _gathered_as_one(view, ranks)
+    found = ((rank, text) for rank, memory in enumerate(ranks) for text in _describe_stacks(view, rank, memory.groups))
+    for actual, where in ranks_by(found).items():
+        yield Finding(None, where, actual, "gathered one block, or a few, at a time")
     reference = view.evidence.reference
     if reference is None or not reference.memory:
         short = [run.accumulation or run.short for run in view.evidence.training or ()]
@@ -234,12 +231,6 @@ class Stack:
     name: str
     blocks: Mapping[str, frozenset[str]]
     """Index of a block -> the names of its tensors."""
-
-
-def _gathered_as_one(view: View, ranks: Sequence[StepMemory]) -> Iterator[Finding]:
-    found = ((rank, text) for rank, memory in enumerate(ranks) for text in _describe_stacks(view, rank, memory.groups))
-    for actual, where in ranks_by(found).items():
-        yield Finding(None, where, actual, "gathered one block, or a few, at a time")
 
 
 def _describe_stacks(view: View, rank: int, groups: Sequence[GatheredGroup]) -> Iterator[str]:

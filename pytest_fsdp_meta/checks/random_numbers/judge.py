@@ -56,9 +56,10 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
     places = coordinates(view.evidence)
     pairs = [pair for pair in _pairs(steps) if pair.draws[0].operand and pair.draws[1].operand]
     together = [p for p in pairs if _one_computation(steps, places, p.ranks) and _same_operand(p)]
-    apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p) and not _mesh_ignored(p)]
-    # One device draws these once for all rows, and ranks that are seeded alike do the same.
-    apart = [p for p in apart if not any(draw.for_all_rows for draw in p.draws)]
+    apart = [p for p in pairs if _other_rows(steps, places, p.ranks) and not _same_operand(p)]
+    # One device draws some for all rows at once, and ranks that are seeded alike do the same. On the CPU, DTensor does
+    # not give each shard its own numbers.
+    apart = [p for p in apart if not any(d.for_all_rows or (d.by_dtensor and d.generator == "cpu") for d in p.draws)]
     judged = [p for p in apart if all(_seeded_for_training(view, draw) for draw in p.draws)]
     alike = [p for p in judged if _same_numbers(p)]
     of_one_slice = {p.ranks for p in alike if len({steps[rank].data_parallel for rank in p.ranks}) == 1}
@@ -154,11 +155,6 @@ def _same_operand(pair: _Pair) -> bool:
 
 def _same_numbers(pair: _Pair) -> bool:
     return pair.draws[0].state == pair.draws[1].state
-
-
-def _mesh_ignored(pair: _Pair) -> bool:
-    """Return whether DTensor draws on the CPU, where it does not give each shard its own numbers."""
-    return any(draw.by_dtensor and draw.generator == "cpu" for draw in pair.draws)
 
 
 def _diverged_replicas(view: View, steps: Sequence[RankTrainingMode]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from pytest_fsdp_meta.checks.collectives.observe import varies
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RandomState
 from pytest_fsdp_meta.loader.subject import Subject
@@ -85,7 +86,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         taken = list(tensors_in((args, tuple(kwargs.values()))))
         drawn = {self._unapplied[key][0]: t.shape for t in taken if (key := _address(t)) in self._unapplied}
         held = self._held(taken) if drawn else []
-        operand = _digest_of(held)  # before the call, which may overwrite it
+        operand = " ".join(map(digest, held))  # before the call, which may overwrite it
         shapes = [tensor.shape for tensor in held]
         out = func(*args, **kwargs)
         for number, shape in drawn.items():
@@ -126,12 +127,11 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
             # What is overwritten with random numbers, as by bernoulli_(), is nothing that they are applied to.
             written = set(map(_address, made))
             held = self._held(t for t in taken if _address(t) not in written)
-            self._apply(len(self.draws) - 1, _digest_of(held), out)
+            self._apply(len(self.draws) - 1, " ".join(map(digest, held)), out)
         self._dtensor_operator = None
         return out
 
     def _records(self, by_own_generator: bool) -> bool:
-        """Return whether a draw of now is recorded."""
         if not self._only_training:
             return True
         if self.running.is_inside:
@@ -147,7 +147,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
 
         Constants, such as the probability of each element or the ones that a mask is made of, do not.
         """
-        return [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and _varies(t)]
+        return [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and varies(t)]
 
     def _apply(self, number: int, operand: str, out: Any) -> None:
         """Note what the numbers of a draw are applied to; without an operand, that follows with what ``out`` is for."""
@@ -191,10 +191,6 @@ class DrawsWithoutDropout:
             self._drew = bool(changed_generators(before, read_states(self._device)))
 
 
-def _digest_of(held: Iterable[Tensor]) -> str:
-    return " ".join(map(digest, held))
-
-
 def _repeats_over_rows(drawn: torch.Size, operand: torch.Size) -> bool:
     rows = operand[0] if operand else 1
     return rows > 1 and (len(drawn) < len(operand) or drawn[0] == 1)
@@ -204,37 +200,21 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _varies(tensor: Tensor) -> bool:
-    values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
-    return bool(values.numel() > 1 and (values != values.flatten()[0]).any())
-
-
 @contextmanager
-def observing_save(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
-    """Enter into ``found`` the generators before and after the author's save().
+def observing_generators(
+    subject: Subject, rank: Rank, found: dict[str, RandomState], saving: bool = False
+) -> Iterator[None]:
+    """Enter into ``found`` the generators before and after the author's save() or resume().
 
-    They have the state of a training: that of the loader, advanced by another amount on each slice of the batch, since
-    rows of other lengths draw other amounts. Ranks of one slice stay as alike as the loader left them.
+    resume() finds them as loaded. When ``saving``, they have the state of a training: that of the loader, advanced by
+    another amount on each slice of the batch, since rows of other lengths draw other amounts. Ranks of one slice stay
+    as alike as the loader left them.
     """
-    index, _ = batch_slice(subject, rank)
-    with _observing_generators(subject, rank, found, draws=1 + index):
-        yield
-
-
-@contextmanager
-def observing_resume(subject: Subject, rank: Rank, found: dict[str, RandomState]) -> Iterator[None]:
-    """Enter into ``found`` the generators before and after the author's resume(), which finds them as loaded."""
-    with _observing_generators(subject, rank, found, draws=0):
-        yield
-
-
-@contextmanager
-def _observing_generators(subject: Subject, rank: Rank, found: dict[str, RandomState], draws: int) -> Iterator[None]:
     if subject.save is None:  # torch.distributed.checkpoint keeps no random state
         yield
         return
     set_states(rank.state[LEFT_BY_LOADER].torch, rank.device)
-    draw_from_all(draws, rank.device)
+    draw_from_all(1 + batch_slice(subject, rank)[0] if saving else 0, rank.device)
     before = read_states(rank.device)
     yield
     for kind, state in read_states(rank.device).items():

@@ -51,10 +51,6 @@ class Traffic:
         """The mesh dimensions, or the number of ranks."""
         return " and ".join(self.dims) or f"{self.ranks} ranks"
 
-    @property
-    def largest_module(self) -> ModuleTraffic | None:
-        return max(self.modules, key=lambda part: part.nbytes, default=None)
-
 
 FORWARD, BACKWARD_PASS, REDUCTION, STEPPING = "forward", "backward", "reduction", "the optimizer's step"
 """The phases of a step."""

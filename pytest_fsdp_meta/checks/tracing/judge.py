@@ -5,7 +5,7 @@ A place is named only if nothing contradicts it; a wrong name costs more than no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
@@ -58,15 +58,13 @@ class MergedCall:
 def follow_step(traces: Sequence[RankTrace]) -> tuple[list[MergedCall], list[MergedCall]]:
     """Return the calls of the forward and of the backward, in order; none where the ranks' calls differ."""
     forward = _merge_ranks(traces, [trace.forward for trace in traces])
-    backward = _merge_ranks(traces, [trace.backward for trace in traces])
-    return forward or [], backward or []
+    return forward, _merge_ranks(traces, [trace.backward for trace in traces])
 
 
-def _merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[MergedCall] | None:
-    """Return each call of the forward, or of the backward, with its state on all ranks; None if the calls differ."""
+def _merge_ranks(traces: Sequence[RankTrace], by_rank: Sequence[Sequence[TracedCall]]) -> list[MergedCall]:
     keys = [[(call.stage, call.module, call.turn) for call in calls] for calls in by_rank]
     if any(own != keys[0] for own in keys):
-        return None
+        return []
     slices = grouped((trace.data_parallel, rank) for rank, trace in enumerate(traces))
     columns = list(zip(*by_rank, strict=True))
     inputs = {(calls[0].module, calls[0].turn): calls for calls in columns if calls[0].stage == INPUT}
@@ -255,7 +253,8 @@ def _first(
     first, before = merged[position], merged[:position]
     module, later = first.call.module, [one for one in merged[position:] if one.call.stage == through]
     known = [one.state for one in later if one.state != UNKNOWN]
-    around = [one.state for one in later if through == OUTPUT and _is_around(one.call.module, module)]
+    outputs = later if through == OUTPUT else ()
+    around = [o.state for o in outputs if not o.call.module or module.startswith(f"{o.call.module}.")]
     nearest = max((one.call.distance / one.call.noise for one in before if one.state != UNKNOWN), default=0.0)
     jumps = first.call.distance >= JUMP * nearest * first.call.noise
     if any(one.state == BETWEEN for one in before) or not jumps or not known:
@@ -280,10 +279,6 @@ def _is_right_part(call: TracedCall, forward: Sequence[MergedCall], splitting: C
         one for one in forward if (one.call.stage, one.call.module, one.call.turn) == (stage, call.module, call.turn)
     ]
     return call.stage != INPUT and any(one.call.split and one.state == AGREE for one in known)
-
-
-def _is_around(outer: str, module: str) -> bool:
-    return not outer or module.startswith(f"{outer}.")
 
 
 def _first_in_forward(merged: Sequence[MergedCall], splitting: Collection[str] | None) -> Place | None:
@@ -370,8 +365,7 @@ def describe_place(place: Place, traces: Sequence[RankTrace]) -> str:
     facts = _facts(place.module, traces)
     where = f"{place.module or 'the model'}{facts}, {place.phase}, {name_ranks(place.ranks)}: "
     off = f"is off by {place.distance:.2g} (noise {place.noise:.1g})"
-    additions = (_describe_passed(place), _describe_how(place), _describe_draws(place, traces), _describe_step(traces))
-    how = "".join(f"; {text}" for text in additions if text)
+    how = "".join(f"; {text}" for text in _additions(place, traces) if text)
     if place.before is not None and place.before[0] == AGAIN_INPUT:
         return f"{where}the input {off}, that of the forward agrees{how}"
     if place.after is None or place.before is None:
@@ -379,19 +373,18 @@ def describe_place(place: Place, traces: Sequence[RankTrace]) -> str:
     return f"{where}{_name(*place.after)} agrees, {_name(*place.before)} {off}{how}"
 
 
-def _describe_passed(place: Place) -> str:
-    if place.passed is None:
-        return ""
-    passed = place.passed
-    return f"{passed.module} gets {passed.own} as argument {passed.name}, in the reference {passed.reference}"
-
-
-def _describe_how(place: Place) -> str:
-    """Return in which way the tensor departs, and on which ranks if not on all: as on the first that has one."""
+def _additions(place: Place, traces: Sequence[RankTrace]) -> Iterator[str]:
+    if passed := place.passed:
+        yield f"{passed.module} gets {passed.own} as argument {passed.name}, in the reference {passed.reference}"
+    # In which way the tensor departs, and on which ranks if not on all: as on the first that has one.
     texts = {rank: _describe_departure(how) for rank, how in zip(place.ranks, place.how, strict=True) if how}
     text = next(iter(texts.values()), "")
     ranks = tuple(rank for rank, own in texts.items() if own == text)
-    return text and (text if ranks == place.ranks else f"{text} (on {name_ranks(ranks)})")
+    yield text and (text if ranks == place.ranks else f"{text} (on {name_ranks(ranks)})")
+    if place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks):
+        yield "the module draws random numbers, the reference's does not"
+    if traces[0].step:
+        yield f"seen with the batch of step {traces[0].step} and the loaded weights"
 
 
 def _describe_departure(how: Departure) -> str:
@@ -418,15 +411,6 @@ def _describe_departure(how: Departure) -> str:
     if how.same_vector:
         return "all its rows along the last dim are off by the same vector, as by a missing or doubled bias"
     return ""
-
-
-def _describe_draws(place: Place, traces: Sequence[RankTrace]) -> str:
-    drawing = place.phase != BACKWARD and any(place.module in traces[rank].draws for rank in place.ranks)
-    return "the module draws random numbers, the reference's does not" if drawing else ""
-
-
-def _describe_step(traces: Sequence[RankTrace]) -> str:
-    return f"seen with the batch of step {traces[0].step} and the loaded weights" if traces[0].step else ""
 
 
 def _name(stage: str, module: str) -> str:

@@ -82,15 +82,12 @@ def replica_sets(view: View, facts: Replicas, coordinates: Mapping[int, Mapping[
     held = (
         (rank, (tensor.held, tensor.numel, tensor.dtype, _model_part(tensor, unsharded, coordinates[rank])))
         for rank, tensor in facts
-        if tensor.digest is not None and tensor.numel and not _part_of_sum(tensor)
+        if tensor.digest is not None and tensor.numel
+        if not any(placement.startswith("P") for placement in tensor.placements or ())  # parts of a sum
     )
     for ranks in ranks_by(held).values():
         if len(ranks) > 1:
             yield [(rank, by_rank[rank]) for rank in ranks]
-
-
-def _part_of_sum(tensor: TensorFacts) -> bool:
-    return any(placement.startswith("P") for placement in tensor.placements or ())
 
 
 def _model_part(
@@ -287,13 +284,6 @@ def _missing(view: View, kind: str) -> Iterator[Finding]:
             yield Finding(name, ranks, "missing", f"a {kind}, as in the reference", **_ABSENT)
 
 
-def _on_meta(view: View, names: Collection[str], source: str) -> Iterator[Finding]:
-    """Report tensors without values; they are left out before if a check that reports them is selected."""
-    for name in names:
-        if ranks := tuple(rank for rank, tensor in view.holders(name) if tensor.on_meta):
-            yield Finding(name, ranks, "no values: it is on meta", f"the values of {source}", **_ABSENT)
-
-
 def _differences(
     view: View,
     names: Collection[str],
@@ -302,9 +292,10 @@ def _differences(
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Report the tensors that differ from ``source``; ``renamed`` maps names to their names there."""
-    on_meta = list(_on_meta(view, names, source))
-    yield from on_meta
-    without_values = {finding.tensor for finding in on_meta}
+    # Tensors on meta are left out before if a check that reports them is selected.
+    on_meta = {n: tuple(rank for rank, tensor in view.holders(n) if tensor.on_meta) for n in names}
+    for name in [name for name in names if on_meta[name]]:
+        yield Finding(name, on_meta[name], "no values: it is on meta", f"the values of {source}", **_ABSENT)
     unusable = _unusable(view, source)
     unstable: list[str] = []
     found, subject = view.comparisons(comparisons, names), view.evidence.subject
@@ -333,8 +324,8 @@ def _differences(
     not_compared = [
         name
         for name in names
-        if name not in {*found, *drawn, *without_values}
-        and (source == VERIFIER or name in view.reference_inventory.by_name)
+        if name not in {*found, *drawn} and not on_meta[name]
+        if source == VERIFIER or name in view.reference_inventory.by_name
     ]
     if not_compared:
         raise PartlyJudged(
@@ -405,7 +396,9 @@ def _difference(
     ``swapped`` and ``elsewhere`` map tensors to those whose values they hold: to wrong ones, or to any.
     """
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
-    wrong = [(rank, c) for rank, c in pairs if not c.equal and not _rounded(c, tensor.dtype)]
+    rounding = ROUNDING.get(tensor.dtype, 0.0)
+    off = [(rank, c) for rank, c in pairs if not c.equal]
+    wrong = [(rank, c) for rank, c in off if not (c.cast and c.problem is None and c.max_rel <= rounding)]
     zeros = [rank for rank, c in wrong if is_zero(c)]
     by_problem = grouped(((c.problem, c.should_be, rank in zeros), (rank, c)) for rank, c in wrong)
     for (problem, should_be, zero), cases in by_problem.items():
@@ -452,10 +445,6 @@ _ADAPTED: Explanation = {
     "cause": "the adapter describes another part of the tensor than the rank holds",
     "remedy": "compare the start, ranges and shape of the Part with the part that the rank holds",
 }
-
-
-def _rounded(comparison: Comparison, dtype: str) -> bool:
-    return comparison.cast and comparison.problem is None and comparison.max_rel <= ROUNDING.get(dtype, 0.0)
 
 
 def describe_difference(cases: list[tuple[int, Comparison]], tensor: TensorFacts) -> str:

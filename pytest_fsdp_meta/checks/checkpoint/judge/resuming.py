@@ -8,18 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SOUND, changes, diverging_names
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import first_not_finite, format_losses, leave_not_finite
+from pytest_fsdp_meta.judging.gates import format_losses, require_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
 from pytest_fsdp_meta.judging.registry import checkpoint_check
-from pytest_fsdp_meta.judging.view import (
-    Blocked,
-    NotDeclared,
-    Noted,
-    NotJudged,
-    PartlyJudged,
-    View,
-    ranks_by,
-)
+from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import first_of
 
 TRAINING_CHECKS = (
@@ -319,10 +311,8 @@ def resume_parity(view: View) -> Iterable[Finding]:
             if _relative_error(actual, expected, uninterrupted.losses) > tolerance:
                 different.setdefault(step, []).append(rank)
     if not different:
-        if diverging := first_not_finite(before):
-            # Losses that are not finite stay so, whether or not anything was loaded.
-            message = f"the losses of the uninterrupted run are not finite ({format_losses(diverging)})"
-            leave_not_finite(view, message)
+        # Losses that are not finite stay so, whether or not anything was loaded.
+        require_finite(view, before, "the losses of the uninterrupted run")
         return
     step = min(different)
     rank = different[step][0]
@@ -347,7 +337,12 @@ def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Seque
     woken = ((rank, name) for rank, (old, new) in pairs for name in old.kept if name not in new.resting)
     for name, ranks in ranks_by(woken).items():
         yield Finding(name, ranks, "in train() after resuming", "in eval(), as uninterrupted", **_WOKEN)
-    dropping = ((rank, change) for rank, (old, new) in pairs for change in _other_dropouts(old, new))
+    dropping = (
+        (rank, (name, new.dropouts[name], due))
+        for rank, (old, new) in pairs
+        for name, due in old.dropouts.items()
+        if new.dropouts.get(name, due) != due
+    )
     for (name, fraction, due), ranks in ranks_by(dropping).items():
         actual, expected = f"is {fraction:g} after resuming", f"{due:g}, as uninterrupted"
         yield Finding(name, ranks, actual, expected, **_OTHER_DROPOUT)
@@ -361,12 +356,6 @@ def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Seque
         if view.judgeable(second):
             actual = f"does not share storage with {first} after loading"
             yield Finding(second, ranks, actual, "tied to it, as before saving", **_UNTIED)
-
-
-def _other_dropouts(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, float, float]]:
-    for name, due in before.dropouts.items():
-        if (fraction := after.dropouts.get(name, due)) != due:
-            yield name, fraction, due
 
 
 def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, str]]:
@@ -436,11 +425,12 @@ _UNTIED: Explanation = {
 
 def _require_no_other_cause(view: View, what: str, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
-    if first_not_finite(before):
-        message = f"the losses of the uninterrupted run are not finite ({message})"
-        leave_not_finite(view, message)
+    require_finite(view, before, "the losses of the uninterrupted run", message)
     pairs = list(zip(before, after, strict=True))
-    if "dcp_round_trip" in view.selection and any(_differ(*pair) for pair in pairs):
+    models = ((saved.model, loaded.model) for saved, loaded in pairs)
+    # ``untouched`` and the like do not say that a model differs.
+    model_differs = any((saved.tensors, saved.extra) != (loaded.tensors, loaded.extra) for saved, loaded in models)
+    if "dcp_round_trip" in view.selection and model_differs:
         by = dict.fromkeys(("dcp_round_trip", *view.failed))
         raise Blocked(f"the {what} differ ({message}), and so does the loaded model", by)
     optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
@@ -449,11 +439,6 @@ def _require_no_other_cause(view: View, what: str, message: str) -> None:
         raise Blocked(f"the {what} differ ({message}), and so does the loaded optimizer", by)
     if view.failed:
         raise Blocked(f"the {what} differ ({message})", view.failed)
-
-
-def _differ(before: RankResumed, after: RankResumed) -> bool:
-    """Return whether the model differs, which ``untouched`` and the like do not say."""
-    return (before.model.tensors, before.model.extra) != (after.model.tensors, after.model.extra)
 
 
 def _relative_error(actual: float, expected: float, curve: Sequence[float]) -> float:

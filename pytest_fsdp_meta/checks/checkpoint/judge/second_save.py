@@ -10,11 +10,7 @@ from pytest_fsdp_meta.checks.checkpoint.judge.resuming import kept_by_one_rank
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import SAVED, SOUND, changes, diverging_names
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import (
-    first_not_finite,
-    format_losses,
-    leave_not_finite,
-)
+from pytest_fsdp_meta.judging.gates import require_finite
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import NotJudged, View
 
@@ -46,9 +42,8 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
     evidence = view.evidence
     runs = (evidence.continued or (), evidence.saved_again or (), evidence.restored_again or ())
     ranks = [_Saves(*saves) for saves in zip(*runs, strict=True)]
-    if not any(map(_changed, ranks)):
-        if losses := first_not_finite(rank.first for rank in ranks):
-            leave_not_finite(view, f"the losses between the two saves are not finite ({format_losses(losses)})")
+    if all((rank.first.model, rank.first.state) == (rank.second.model, rank.second.state) for rank in ranks):
+        require_finite(view, (rank.first for rank in ranks), "the losses between the two saves")
         raise NotJudged("training changed nothing between the two saves, so they cannot be distinguished")
     diverging = diverging_names(view, [rank.second.model for rank in ranks])
     left_out = {name for rank in ranks for name in rank.second.model.left_out}
@@ -60,10 +55,6 @@ def second_save_is_current(view: View) -> Iterable[Finding]:
         exports = ((rank, _compare_exports(saves, held[rank])) for rank, saves in enumerate(ranks))
         yield from view.findings_for(name, exports)
     yield from _compare_rest(view, ranks)
-
-
-def _changed(rank: _Saves) -> bool:
-    return rank.first.model != rank.second.model or rank.first.state != rank.second.state
 
 
 def _compare_tensors(rank: _Saves, name: str) -> Mismatch | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,11 +41,6 @@ def still_saving() -> bool:
     """Return whether what ``save`` has started on this rank is still running."""
     left: set[Thread | BaseProcess] = current().state.get(LEFT_RUNNING, set())
     return bool(left & _running())
-
-
-def wait_for_all_ranks() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def finish_saving() -> None:

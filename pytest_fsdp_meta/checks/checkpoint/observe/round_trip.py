@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +32,6 @@ from pytest_fsdp_meta.checks.checkpoint.observe.author import (
     is_untouched,
     overwrite,
     still_saving,
-    wait_for_all_ranks,
     with_changes,
 )
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
@@ -39,8 +39,8 @@ from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
-from pytest_fsdp_meta.checks.random_numbers.observe import observing_resume, observing_save
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.random_numbers.observe import observing_generators
+from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.loader.adapter import Part
@@ -62,6 +62,7 @@ from pytest_fsdp_meta.ranks.optimizers import BY_NAME, make_optimizer, optimizer
 from pytest_fsdp_meta.ranks.reference_record import is_array
 from pytest_fsdp_meta.ranks.torch_private import without_step_hooks
 from pytest_fsdp_meta.ranks.watching import tensors_in
+from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
 # Observers of the model alone.
@@ -133,7 +134,7 @@ def save_all(folder: str) -> RankResumed:
         optimizer_state(subject.model, optimizer)
     held = _describe_all(subject, optimizer, _describe_model(subject))
     generators: dict[str, RandomState] = {}
-    with observing_save(subject, rank, generators), watching_eval(optimizer) as training:
+    with observing_generators(subject, rank, generators, saving=True), watching_eval(optimizer) as training:
         model = _save(subject, optimizer, Path(folder), held.model, rank.state["beside"])
     running, modes = still_saving(), tuple(sorted(set(training.values()))) if subject.save is not None else ()
     return replace(held, model=model, generators=generators, running=running, saved_in_train=modes)
@@ -173,7 +174,7 @@ def _load_all(
     _overwrite(subject, changed, optimizer, beside)
     fresh = beside.fingerprints()
     generators: dict[str, RandomState] = {}
-    with observing_resume(subject, rank, generators):
+    with observing_generators(subject, rank, generators):
         # torch cannot load plain tensors beside the model that have the shapes of shards of another size.
         _load(subject, optimizer, Path(folder), None if in_other_size and subject.save is None else beside)
     return optimizer, generators, fresh
@@ -209,7 +210,8 @@ def _save(
     doing("saving")
     folder.mkdir(parents=True, exist_ok=True)
     if subject.save is not None:
-        wait_for_all_ranks()  # an author who empties the folder first would meet it again from a slower rank
+        if dist.is_initialized():
+            dist.barrier()  # an author who empties the folder first would meet it again from a slower rank
         before = {name: local.clone() for name, local in _persistent_locals(subject.model).items()}
         call_author("save", subject, optimizer, folder, beside)
         reshard(subject.model)
@@ -302,7 +304,8 @@ def _overwrite(
     parts = persistent_parts(subject.model).items()
     memory = [part.local for name, part in parts if subject.save is None or name in trained or name in changed]
     states = [] if optimizer is None else [value for own in optimizer.state.values() for value in own.values()]
-    states += [] if beside is None else [value for name, value in beside.entries() if not beside.is_of_scheduler(name)]
+    entries = () if beside is None else beside.entries()
+    states += [value for name, value in entries if not name.startswith(f"{SCHEDULER}.")]
     memory += [own_memory(value) for value in states if isinstance(value, Tensor)]
     done: set[int] = set()  # inverting the bits of tied tensors twice would restore them
     with torch.no_grad():
@@ -313,22 +316,21 @@ def _overwrite(
 
 
 def renew_optimizer(subject: Subject, rank: Rank) -> tuple[Optimizer, Beside]:
-    """Build the optimizer that is saved and resumed and what is beside it; the rank's state has both."""
-    rank.state["resumable"] = optimizer = _make_resumable_optimizer(subject)
+    """Build the optimizer that is saved and resumed and what is beside it; the rank's state has both.
+
+    Where the author declares no optimizer, it is SGD with momentum, which has state to save.
+    """
+    if subject.optimizer is None:
+        trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+        optimizer: Optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
+        optimizer.register_step_pre_hook(_reduce_partial_gradients)
+    else:
+        built = make_optimizer(subject)
+        assert built is not None, "something is trainable"
+        optimizer = built
+    rank.state["resumable"] = optimizer
     rank.state["beside"] = beside = make_beside(subject, optimizer)
     return optimizer, beside
-
-
-def _make_resumable_optimizer(subject: Subject) -> Optimizer:
-    """Return the author's optimizer; where none is declared, SGD with momentum, which has state to save."""
-    trainable = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    if subject.optimizer is None:
-        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=False)
-        optimizer.register_step_pre_hook(_reduce_partial_gradients)
-        return optimizer
-    optimizer = make_optimizer(subject)
-    assert optimizer is not None, "something is trainable"
-    return optimizer
 
 
 def _reduce_partial_gradients(optimizer: Optimizer, *_: Any) -> None:
@@ -400,10 +402,8 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
 
 def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
-    names: dict[str, list[str]] = {}
-    for name, parameter in parameters:
-        if (key := memory_key(own_memory(parameter))) is not None:
-            names.setdefault(key, []).append(name)
+    keyed = ((memory_key(own_memory(parameter)), name) for name, parameter in parameters)
+    names = grouped((key, name) for key, name in keyed if key is not None)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 

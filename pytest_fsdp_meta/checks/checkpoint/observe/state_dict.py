@@ -44,8 +44,14 @@ EXTRA_STATE = "_extra_state"
 
 def observe_state_dict() -> RankStateDict:
     """Return the keys of the author's state dict, or else of torch's."""
-    subject = resharded_subject()
-    keys, refused = _torch_keys(subject.model)
+    subject, refused = resharded_subject(), ""
+    # torch does not know DeepSpeed's engine, which saves what is inside it.
+    model = unwrapped(subject.model) if zero3.is_wrapper(subject.model) else subject.model
+    try:
+        keys = tuple(get_model_state_dict(model))
+    except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it
+        keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
+        refused = f"{type(error).__name__}: {first_line(error, 200)}"
     if subject.state_dict is not None:
         keys = tuple(author_state_dict(subject))
     return RankStateDict(keys, refused)
@@ -69,19 +75,6 @@ def author_state_dict(subject: Subject) -> Mapping[str, Any]:
             kind = type(key).__name__
             raise SubjectError("state_dict", f"it returned a dict with a key of {kind} ({key!r:.80}), {wanted}")
     return state
-
-
-def _torch_keys(model: Module) -> tuple[tuple[str, ...], str]:
-    """Return torch's keys, and why ``get_model_state_dict`` refuses the model; empty where it does not.
-
-    torch does not know DeepSpeed's engine, which saves what is inside it.
-    """
-    model = unwrapped(model) if zero3.is_wrapper(model) else model
-    try:
-        return tuple(get_model_state_dict(model)), ""
-    except Exception as error:  # many types: torch looks up each key in the modules, and a hook may have renamed it
-        keys = tuple(clean_name(key) for key in unwrapped(model).state_dict())
-        return keys, f"{type(error).__name__}: {first_line(error, 200)}"
 
 
 NAME = "export"
@@ -305,7 +298,9 @@ def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Ten
     absent = source == NO_RANK
     found: dict[str, Any] = {"diverging": tuple(sorted(diverging)), "before": tuple(sorted(before))}
     if absent.any():
-        lacking = (rank for rank, facts in held.items() if _has_any(absent, facts))
+        lacking = (
+            rank for rank, facts in held.items() if any(rows_of(absent, facts)[box].any() for box, _ in boxes_of(facts))
+        )
         index = tuple(int(i) for i in absent.nonzero()[0])
         found |= {"absent": int(absent.sum()), "index": index, "lacking": tuple(lacking)}
     return whole, found
@@ -314,7 +309,3 @@ def _join(held: Mapping[int, PartFacts], parts: Mapping[int, Part]) -> tuple[Ten
 def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
     differs = differing(comparable(ours), comparable(theirs))
     return differs.any(-1) if differs.ndim > ours.ndim else differs
-
-
-def _has_any(marked: Tensor, facts: PartFacts) -> bool:
-    return any(rows_of(marked, facts)[box].any() for box, _ in boxes_of(facts))

@@ -55,10 +55,7 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     yield from _repeating(epoch)
     if len(epoch.ranks) == 1:
         raise NotJudged("a single rank sees all rows")
-    places: dict[int, list[tuple[int, RankBatches]]] = {}
-    for number, rank in enumerate(epoch.ranks):
-        if rank.loader:
-            places.setdefault(rank.data_parallel[0], []).append((number, rank))
+    places = grouped((rank.data_parallel[0], (number, rank)) for number, rank in enumerate(epoch.ranks) if rank.loader)
     size = epoch.ranks[0].data_parallel[1]
     differing = [*_differing(places, size)]
     split = differing and _splits_sequences(view) and not _share_rows(places)

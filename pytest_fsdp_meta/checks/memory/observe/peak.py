@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class Meter:
             if key not in self._sizes:
                 on_host = tensor.device.type == HOST
                 mapped = maybe_mapped and on_host and self._is_mapped(storage)
-                self._references[key] = weakref.ref(storage, self._forget_callback(key))
+                self._references[key] = weakref.ref(storage, partial(self._forget, key))
                 self._sizes[key], self._kinds[key] = 0, (tensor.element_size(), on_host)
                 self._log_size(key, 0 if mapped else storage.nbytes())
             elif self._sizes[key] and self._sizes[key] != storage.nbytes():
@@ -118,13 +119,10 @@ class Meter:
             self._files.refresh()  # the file may have been mapped since the last time
         return self._files.hold(storage)
 
-    def _forget_callback(self, key: int) -> Callable[[object], None]:
-        def forget(_: object) -> None:
-            with self._lock:
-                self._log_size(key, 0)
-                del self._sizes[key], self._kinds[key], self._references[key]
-
-        return forget
+    def _forget(self, key: int, _: object) -> None:
+        with self._lock:
+            self._log_size(key, 0)
+            del self._sizes[key], self._kinds[key], self._references[key]
 
     def _log_size(self, key: int, size: int) -> None:
         if size != self._sizes[key]:
@@ -156,7 +154,9 @@ def find_peaks(changes: Iterable[Change], model: Module, optimizer: Optimizer | 
     Besides its shards, the state of the ``optimizer`` that it returns explains memory, with the gradients of the step
     that created it: torch steps an optimizer once to load its state.
     """
-    whole, shards = Counter(tensor.numel() for tensor in _non_empty_parameters(model)), _count_shards(model)
+    whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
+    # With buffers, which are whole on every rank: a mask may be larger than all weights.
+    shards = _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
     states = [value for part in parts_of_optimizer(optimizer) for value in part.state.values()] if optimizer else []
     explained = Counter({size: COPIES * number for size, number in shards.items()})
     explained += _count_storages(value for state in states for value in state.values() if isinstance(value, Tensor))
@@ -209,15 +209,8 @@ def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
     return min(counts[size], limit) - before
 
 
-def _count_shards(model: Module) -> Counter[int]:
-    """Return the number of this rank's storages by bytes.
-
-    They include buffers, which are whole on every rank: a mask may be larger than all weights.
-    """
-    return _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
-
-
 def _count_storages(tensors: Iterable[Tensor]) -> Counter[int]:
+    """Return the number of this rank's storages by bytes."""
     local = tensors_in([own_memory(tensor) for tensor in tensors])
     storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
     return Counter({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

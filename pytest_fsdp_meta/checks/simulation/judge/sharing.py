@@ -192,10 +192,13 @@ def memory_falls_with_ranks(view: View) -> Iterable[Finding]:
         kept = _kept(view, largest, smaller)
         expected = (smaller.largest - kept) / growth + kept
         if largest.largest > SLACK * expected + LARGE * smaller.largest:
+            # If the rank in the middle holds less, a few ranks hold too much.
+            known = largest.parameters
+            in_median = f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
             yield Finding(
                 None,
                 (_heaviest(largest),),
-                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}{_median(largest)}, after "
+                f"{as_bytes(largest.largest)} of parameters on a rank of {largest.size}{in_median}, after "
                 f"{as_bytes(smaller.largest)} on one of {smaller.size}",
                 f"{as_bytes(round(expected))}: {growth} times the ranks share them",
             )
@@ -268,12 +271,6 @@ _TOGETHER: Explanation = {
     "remedy": "call fully_shard() on each block, and then on the module around them; if the model is small enough "
     "to be gathered so, skip this check with that reason",
 }
-
-
-def _median(size: SimulatedSize) -> str:
-    """Return what the rank in the middle holds, if that is less: then a few ranks hold too much."""
-    known = size.parameters
-    return f" ({as_bytes(known.median)} in the median)" if known and known.median < known.maximum else ""
 
 
 def simulated_sizes(view: View) -> tuple[SimulatedSize, ...]:

@@ -55,20 +55,16 @@ def communication_scales(view: View) -> Iterable[Finding]:
             if part.nbytes < LARGE * step.sent or part.nbytes <= SLACK * expected:
                 continue
             over = f" over {' and '.join(part.dims)}" if part.dims else f" among {counted(part.ranks, 'rank')}"
+            most = max(part.modules, key=lambda own: own.nbytes, default=None)
+            of_it = f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most else ""
             yield Finding(
                 None,
                 (largest.ranks[0].rank,),
-                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{_most(part)}, "
+                f"{as_bytes(part.nbytes)} sent by {part.op}{over} in a step of {largest.size} ranks{of_it}, "
                 f"after {as_bytes(before)} in one of {smaller.size}",
                 "about as much",
                 **explain_padding(view, part, part.nbytes - expected, largest.size // smaller.size),
             )
-
-
-def _most(part: Traffic) -> str:
-    """Return the module for which most of it is sent."""
-    most = part.largest_module
-    return f" ({as_bytes(most.nbytes)} of it in {most.module or 'the root module'})" if most is not None else ""
 
 
 @scale_check(
@@ -193,10 +189,6 @@ def _pairs(step: SimulatedStep, earlier: SimulatedStep) -> Iterator[tuple[Traffi
     for (op, dims), part in grown.items():
         before = [one for one in by_ranks.values() if (one.op, one.dims) == (op, dims) and one.ranks > 1]
         if before:
-            expected = sum(_ring(part.ranks, one.ranks) * one.nbytes for one in before)
+            # A ring sends (n - 1) / n of the whole.
+            expected = sum((1 - 1 / part.ranks) / (1 - 1 / one.ranks) * one.nbytes for one in before)
             yield part, sum(one.nbytes for one in before), expected
-
-
-def _ring(ranks: int, before: int) -> float:
-    """Return the growth of what a ring sends: (n - 1) / n of the whole."""
-    return (1 - 1 / ranks) / (1 - 1 / before)

@@ -90,7 +90,7 @@ def load_simulated(call: Call) -> Loaded:
         stack.enter_context(refusing_stores(_refuse_stores))
         stack.enter_context(watching(_ReductionsOfValues(), _ValuesOfOthers()))
         stack.enter_context(cutting_own_shards())
-        stack.enter_context(without_values_of_shapes(str(rank.shapes_folder)))
+        stack.enter_context(_WithoutValuesOfShapes(str(rank.shapes_folder)))
         returned = call_loader(loader, values)
     doing("taking the inventory")
     subject = judgeable_subject(returned)
@@ -222,11 +222,14 @@ class _ValuesOfOthers:
             )
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        op, name = _sending(func), operator_name(func)
-        if op:  # the first argument of those that return nothing gets the values
+        name = operator_name(func)
+        op = "recv" if name.startswith("recv_") else OPS.get(name, "")
+        if func.namespace in NAMESPACES and op.startswith(SENDING):
+            # The first argument of those that return nothing gets the values.
             self._note((op, user_line()), (args[:1] if func.namespace == "c10d" else (), out))
         elif self._sent and name.endswith(OVERWRITING):
-            self._forget(out)
+            for tensor in filter(_has_values, tree_leaves(out)):
+                self._sent.pop(id(tensor.untyped_storage()), None)
         elif found := self._of(args[1:] if name == "copy_" else args):
             self._note(found, out)
 
@@ -246,17 +249,6 @@ class _ValuesOfOthers:
     def _drop(self, key: int, _: object) -> None:
         self._sent.pop(key, None)
         self._references.pop(key, None)
-
-    def _forget(self, values: Any) -> None:
-        for tensor in filter(_has_values, tree_leaves(values)):
-            self._sent.pop(id(tensor.untyped_storage()), None)
-
-
-def _sending(func: Any) -> str:
-    """Return the collective, if this operator is one that gives a rank what another one has; else ""."""
-    name = operator_name(func)
-    op = "recv" if name.startswith("recv_") else OPS.get(name, "")
-    return op if func.namespace in NAMESPACES and op.startswith(SENDING) else ""
 
 
 def _has_values(value: Any) -> bool:
@@ -281,14 +273,9 @@ WRAPPING = ("set_", "select", "_local_scalar_dense")
 """How ``torch.asarray``, which safetensors calls, wraps the memory of a file; it looks at the first element."""
 
 
-@contextmanager
-def without_values_of_shapes(folder: str) -> Iterator[None]:
+class _WithoutValuesOfShapes(TorchDispatchMode):  # type: ignore[misc]
     """Put tensors on meta that are read from files in ``folder``, and leave tensors there that are moved from it."""
-    with _OnMeta(folder):
-        yield
 
-
-class _OnMeta(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._folder = folder

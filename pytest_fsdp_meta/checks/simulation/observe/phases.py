@@ -14,7 +14,6 @@ from pytest_fsdp_meta.checks.memory.observe.peak import Meter
 from pytest_fsdp_meta.checks.simulation.facts import (
     ACTIVATIONS,
     GATHERED,
-    GRADIENTS,
     HELD,
     OPTIMIZER,
     TEMPORARY,
@@ -47,7 +46,7 @@ class PhaseMeter(Meter):
         self._count = 0
         self._parts: dict[int, str] = {}
         """What storages are part of, by number."""
-        self._label(held, HELD)
+        self.label(held, HELD)
 
     def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for tensor in leaves(args):
@@ -55,7 +54,7 @@ class PhaseMeter(Meter):
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func.namespace == "fsdp" and "all_gather" in operator_name(func):
-            self._label(leaves(out), GATHERED)
+            self.label(leaves(out), GATHERED)
         for tensor in leaves(out):
             self._track(tensor, maybe_mapped=False)
 
@@ -68,9 +67,6 @@ class PhaseMeter(Meter):
         """Take what has been computed and is held now for activations."""
         for number in (self._numbers[key] for key, size in self._sizes.items() if size):
             self._parts.setdefault(number, ACTIVATIONS)
-
-    def label_gradients(self, gradients: Iterable[Tensor]) -> None:
-        self._label(gradients, GRADIENTS)
 
     def peaks(self, state: int) -> Iterator[PhasePeak]:
         """Yield the peak of each phase, in the order in which they began.
@@ -95,7 +91,8 @@ class PhaseMeter(Meter):
             parts[self._parts.get(event.storage, TEMPORARY)] += event.change
         return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
-    def _label(self, tensors: Iterable[Tensor], part: str) -> None:
+    def label(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Note what the storages of these tensors are part of, unless that is known."""
         for tensor in tensors:
             self._track(tensor, maybe_mapped=False)
             self._parts.setdefault(self._numbers[id(tensor.untyped_storage())], part)

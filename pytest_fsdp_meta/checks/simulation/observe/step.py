@@ -25,6 +25,7 @@ from pytest_fsdp_meta.checks.simulation.facts import (
     BACKWARD,
     BACKWARD_PASS,
     FORWARD,
+    GRADIENTS,
     OPTIMIZER,
     REDUCTION,
     STEPPING,
@@ -56,7 +57,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     register_fake_collectives,
 )
 from pytest_fsdp_meta.ranks.watching import watching
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import clean_name, first_line, grouped
 from pytest_fsdp_meta.worlds import Rank, current, doing
 from pytest_fsdp_meta.worlds.rank.tracebacks import user_line
 
@@ -145,7 +146,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     optimizer = built or make_optimizer(subject)
     state = _state_bytes(optimizer)
     gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    meter.label_gradients(gradients)
+    meter.label(gradients, GRADIENTS)
     peaks, unstepped = [*meter.peaks(state)], ""
     if optimizer is not None:
         try:
@@ -190,13 +191,15 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 
 def _state_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of the state after a step; of parameters alike in shape and dtype, one takes it for all."""
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
-    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                shapes = tuple(parameter.shape), tuple(local_part(parameter).shape)
-                alike.setdefault((number, *shapes, parameter.dtype), []).append(parameter)
-    if optimizer is None or not alike:
+    if optimizer is None:
+        return 0
+    alike = grouped(
+        ((number, parameter.shape, local_part(parameter).shape, parameter.dtype), parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+    if not alike:
         return 0
     kept = [(parameters[0], parameters[0].grad) for parameters in alike.values()]
     gradients = [(p, p.grad) for parameters in alike.values() for p in parameters]
@@ -220,7 +223,9 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
     count. As on a GPU, ``FOREACH`` is the default.
     """
     groups, state = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [{**group, "params": [*map(_local_parameter, _with_gradient(group))]} for group in groups]
+    optimizer.param_groups = [
+        {**group, "params": [_local_parameter(p) for p in group["params"] if p.grad is not None]} for group in groups
+    ]
     for group in optimizer.param_groups:
         if group.get(FOREACH, True) is None and not group.get("fused"):
             group[FOREACH] = True
@@ -238,10 +243,6 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
         optimizer.param_groups, optimizer.state = groups, state
 
 
-def _with_gradient(group: Mapping[str, Any]) -> Iterator[Parameter]:
-    return (parameter for parameter in group["params"] if parameter.grad is not None)
-
-
 def _local_parameter(parameter: Parameter) -> Parameter:
     local = Parameter(local_part(parameter).detach(), parameter.requires_grad)
     local.grad = local_part(parameter.grad)
@@ -257,10 +258,11 @@ def materialise(model: Module) -> dict[int, Parameter]:
 
     Return the new parameters by the identities of those that they replace.
     """
-    tied: dict[int, list[tuple[Module, str]]] = {}
-    for module in unwrapped(model).modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            tied.setdefault(id(parameter), []).append((module, name))
+    tied = grouped(
+        (id(parameter), (module, name))
+        for module in unwrapped(model).modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     model.to_empty(device="cpu")
     for (first, name), *others in tied.values():
         for module, other in others:
@@ -278,10 +280,6 @@ def _own_rows(batch: Mapping[str, Any], shares: int, rows: Mapping[str, int]) ->
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-Sent = tuple[str, tuple[str, ...], int]
-"""What is added up: the collective, the mesh dimensions and the number of ranks."""
 
 
 class _StepRecorder:
@@ -302,7 +300,8 @@ class _StepRecorder:
         self._backward = False
         self._last = ""
         """The module whose backward FSDP2 has begun last."""
-        self._sent: dict[Sent, dict[str, Counter[str]]] = {}
+        self._sent: dict[tuple[str, tuple[str, ...], int], dict[str, Counter[str]]] = {}
+        """What is added up for each module, by the collective, the mesh dimensions and the number of ranks."""
 
     def where(self) -> tuple[str, str]:
         """Return the phase and the module."""
@@ -326,7 +325,9 @@ class _StepRecorder:
         if op.startswith("all_gather"):
             self.gathered = max(self.gathered, nbytes * ranks)
         modules = self._sent.setdefault((op, self._names.get(group.group_name, ()), ranks), {})
-        counted = modules.setdefault(NUMBER.sub("*", self._module()), Counter())
+        named = [module for what, module in self._spans if what in SENDING]
+        module = named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
+        counted = modules.setdefault(NUMBER.sub("*", module), Counter())
         counted["count"] += 1
         counted["nbytes"] += _leaving(op, nbytes, ranks)
 
@@ -347,10 +348,6 @@ class _StepRecorder:
         if self._spans[-1][0] == BEGINNING:
             self._last = self._spans[-1][1]
 
-    def _module(self) -> str:
-        named = [module for what, module in self._spans if what in SENDING]
-        return named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
-
 
 def _leaving(op: str, nbytes: int, ranks: int) -> int:
     """Return how many bytes of an input leave the rank with a ring."""
@@ -370,9 +367,6 @@ def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, 
             yield mesh.get_group(name).group_name, (name,)
 
 
-GROUPED_PRODUCT = "_grouped_mm"
-
-
 class GroupedProductsOfAnyDtype(TorchDispatchMode):  # type: ignore[misc]
     """Give grouped products of other dtypes their shape; what does not fit together is left to torch to refuse."""
 
@@ -383,7 +377,7 @@ class GroupedProductsOfAnyDtype(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, and multiplies what this rank has
-        if getattr(func, "namespace", "") == "aten" and operator_name(func) == GROUPED_PRODUCT:
+        if getattr(func, "namespace", "") == "aten" and operator_name(func) == "_grouped_mm":
             given = operator_arguments(func, args, kwargs)
             one, other = given["self"], given["mat2"]
             shape = product_shape(one, other, given.get("offs"))

@@ -7,10 +7,9 @@ is gathered and no copy of an activation is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
 from pytest_fsdp_meta.checks.values.observe import read_part
@@ -35,8 +35,7 @@ from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
-from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, cause_of, current, doing
+from pytest_fsdp_meta.worlds import SEED, current, doing
 
 
 class NotTraceable(Exception):
@@ -82,7 +81,7 @@ def trace_reference(
             noise = _with_distances(noise, moved, unit) if number else _known(moved)
         return replace(traced, noise=noise, modules=describe_modules(model))
     except Exception as error:
-        return replace(empty, problem=_describe(error))
+        return replace(empty, problem=describe_cause(error))
     finally:
         drop_gradients(model)
         return_freed_memory(rank.device)
@@ -100,10 +99,11 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     layout = Layout(rows, model_splits(subject.model, rank))
     doing("tracing the modules")
     try:
+        compared = TraceComparison(traced, layout)
         with _loaded_values(subject.model, trained, Record(record_at(folder, "values"))):
-            compared, drawing = _compare(subject, traced, layout)
+            drawing = _run_watched(subject, traced, rows, compared)
     except Exception as error:
-        raise NotTraceable(_describe(error)) from error
+        raise NotTraceable(describe_cause(error)) from error
     finally:
         drop_gradients(subject.model)
         reshard(subject.model)
@@ -142,11 +142,6 @@ def _by_rank(value: str) -> bool:
     return value.lstrip("-").isdigit() or value.startswith(("'cuda", "'cpu"))
 
 
-def _describe(error: Exception) -> str:
-    cause = cause_of(error)
-    return f"{type(cause).__name__}: {first_line(cause)}"
-
-
 def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], watcher: Watcher) -> tuple[str, ...]:
     """Run forward and backward of the step as the training does; return the modules that draw random numbers.
 
@@ -168,12 +163,6 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
     if watch.problem:
         raise RuntimeError(watch.problem)
     return tuple(watch.draws)
-
-
-@contextmanager
-def _nudged(nudges: Nudges) -> Iterator[None]:
-    with nudges.outputs(), nudges.weights():
-        yield
 
 
 @contextmanager
@@ -204,22 +193,13 @@ def _loaded_values(model: Module, trained: Collection[str], values: Record) -> I
                 local.copy_(own)
 
 
-def _compare(
-    subject: Subject,
-    traced: TracedReference,
-    layout: Layout,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[TraceComparison, tuple[str, ...]]:
-    compared = TraceComparison(traced, layout)
-    with around():
-        return compared, _run_watched(subject, traced, layout.rows, compared)
-
-
 def _distances(
     subject: Subject, traced: TracedReference, rows: tuple[int, int], nudges: Nudges
 ) -> dict[str, float | None]:
     """Return how far each tensor of these rows moves under nudges; None where its part is not known."""
-    compared, _ = _compare(subject, traced, Layout(rows), partial(_nudged, nudges))
+    compared = TraceComparison(traced, Layout(rows))
+    with nudges.outputs(), nudges.weights():
+        _run_watched(subject, traced, rows, compared)
     return {key: result.distance for key, result in compared.results.items()}
 
 

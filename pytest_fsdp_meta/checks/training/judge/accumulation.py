@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
-from pytest_fsdp_meta.judging.gates import (
-    BEFORE_UPDATES,
-    comparable_training,
-    describe_difference,
-    unless_explained,
-)
+from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, describe_difference, unless_explained
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import training_check
@@ -90,20 +85,6 @@ def _wrong_short_step(view: View, runs: Sequence[RankTraining]) -> Iterator[Find
     yield from _unexplained(view, runs, found, what, recorded)
 
 
-def _comparisons(
-    view: View, recorded: Sequence[Accumulation], names: Sequence[str]
-) -> Mapping[str, list[tuple[int, Comparison]]]:
-    """Return the comparisons of these gradients by name; raise NotJudged if the reference diverges."""
-    pairs = view.comparisons(tuple(one.gradients for one in recorded), names)
-    for name, found in pairs.items():
-        if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found):
-            raise NotJudged(
-                f"after the steps the reference's own gradient of {name} is not finite: its training diverges; "
-                "give Subject(optimizer=...) a smaller learning rate"
-            )
-    return pairs
-
-
 def _wrong_gradients(
     view: View,
     runs: Sequence[RankTraining],
@@ -116,24 +97,19 @@ def _wrong_gradients(
     """Yield the gradients that these ``steps`` have lost or summed wrongly; ``when`` says in which they did."""
     limits = limits_of(view, steps)
     names = view.names("parameter", only=view.reference.gradients, but=excused_gradients(view, runs))
-    pairs = _comparisons(view, recorded, names)
-    yield from _lost(names, runs, recorded, when, if_lost)
-    for name in names:
-        yield from _wrong_sums(name, pairs.get(name, []), limits, when, if_wrong)
-
-
-def _lost(
-    names: Iterable[str],
-    runs: Sequence[RankTraining],
-    recorded: Sequence[Accumulation],
-    when: str,
-    explanation: Explanation,
-) -> Iterator[Finding]:
-    """Yield the gradients that are missing, although the first step had them."""
-    for name in names:
+    pairs = view.comparisons(tuple(one.gradients for one in recorded), names)
+    for name, found in pairs.items():
+        if any(c.measure and not math.isfinite(c.measure.truth) for _, c in found):
+            raise NotJudged(
+                f"after the steps the reference's own gradient of {name} is not finite: its training diverges; "
+                "give Subject(optimizer=...) a smaller learning rate"
+            )
+    for name in names:  # those that the first step had
         lost = [rank for rank, accumulation in enumerate(recorded) if name in accumulation.without_gradient]
         if ranks := tuple(rank for rank in lost if name not in runs[rank].without_gradient):
-            yield Finding(name, ranks, f"no gradient {when}", _MEAN, **explanation, certain=True)
+            yield Finding(name, ranks, f"no gradient {when}", _MEAN, **if_lost, certain=True)
+    for name in names:
+        yield from _wrong_sums(name, pairs.get(name, []), limits, when, if_wrong)
 
 
 def _wrong_sums(

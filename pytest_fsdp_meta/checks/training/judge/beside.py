@@ -8,14 +8,9 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.checks.training.facts import Followed, RankTraining
 from pytest_fsdp_meta.checks.values.facts import UPDATE_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Measure, TensorNoise
+from pytest_fsdp_meta.evidence import Comparison, TensorNoise
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
-from pytest_fsdp_meta.judging.gates import (
-    BEFORE_UPDATES,
-    comparable_training,
-    given_or_certain,
-    require_no_other_cause,
-)
+from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, given_or_certain, require_no_other_cause
 from pytest_fsdp_meta.judging.limits import Limits, limits_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, PartlyJudged, View, ranks_by
@@ -168,17 +163,14 @@ def _noise_by_entry(
     for rank, noise in enumerate(limits.noise or ()):
         own: dict[str, TensorNoise] = {}
         for name, pairs in cases.items():
-            parameter = max((known for known in noise if name.endswith(f".{known}")), key=len, default="")
+            parameter = max((one for one in noise if name.endswith(f".{one}")), key=len, default="")
             measure = next((c.measure for number, c in pairs if number == rank), None)
             update = updates.get((rank, parameter))
             if measure is not None and update is not None and update.truth:
-                own[name] = _scaled(noise[parameter], measure, update)
+                known = noise[parameter]
+                own[name] = TensorNoise(known.distance * measure.truth / update.truth, known.factor)
         found.append(own)
     return tuple(found)
-
-
-def _scaled(noise: TensorNoise, measure: Measure, update: Measure) -> TensorNoise:
-    return TensorNoise(noise.distance * measure.truth / update.truth, noise.factor)
 
 
 _ALIASES: Explanation = {

@@ -48,7 +48,10 @@ SAME_FACTOR = 0.02
 )
 def replicas_stay_equal(view: View) -> Iterable[Finding]:
     after, judged = inventories_after_steps(view), False
-    changed = _judged_buffers(view)
+    changed, reference = _changed_buffers(view), view.evidence.reference
+    trained = reference is not None and reference.after is not None
+    # Within the noise of the reference's, each rank may round them otherwise.
+    apart: Collection[str] = _moved_otherwise(view, changed, LAST_BUFFERS) if trained else changed
     for name, kind, held in _replicated(view, changed):
         odd: dict[int, int] = {}
         for ranks in held:
@@ -57,7 +60,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             if len(ranks) > 1 and len(before) == 1:
                 judged = True
                 odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
-        if odd and (kind == "parameter" or changed[name]):
+        if odd and (kind == "parameter" or name in apart):
             rank, usual = min(odd.items())
             actual = f"differs from its replicas after {count_steps(view)}"
             detail = f"rank {rank} differs from rank {usual}"
@@ -72,18 +75,6 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if not judged:
         raise NotJudged("no parameter is replicated, and training changes no replicated buffer")
-
-
-def _judged_buffers(view: View) -> dict[str, bool]:
-    """Map the persistent buffers that training changes to whether any rank's differs from the reference's.
-
-    Within the noise of the reference's, each rank may round them otherwise.
-    """
-    changed = _changed_buffers(view)
-    reference = view.evidence.reference
-    trained = reference is not None and reference.after is not None
-    apart = _moved_otherwise(view, changed, LAST_BUFFERS) if trained else changed
-    return {name: name in apart for name in changed}
 
 
 def _replicated(view: View, changed: Collection[str]) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:

@@ -120,18 +120,15 @@ def _compare_norms(
     view: View, runs: Sequence[RankTraining], by_torch: float
 ) -> tuple[float, float, list[tuple[int, float]]]:
     """Return (expected norm, largest difference, ranks with another norm): those of the norm that the ranks have."""
-    own = view.reference.own_clipping
-    expected, limit = by_torch, norm_limit(view, by_torch) + LEAST
-    off = _other_norms(runs, expected, limit)
-    if off and own is not None:
-        expected, limit = own.norm, norm_limit(view, own.norm, own=True) + LEAST
-        off = _other_norms(runs, expected, limit)
+    known, norms = [(by_torch, False)], [(rank, run.norm) for rank, run in enumerate(runs) if run.norm is not None]
+    if own := view.reference.own_clipping:
+        known.append((own.norm, True))
+    for expected, by_author in known:
+        limit = norm_limit(view, expected, by_author) + LEAST
+        off = [(rank, norm) for rank, norm in norms if not abs(norm - expected) <= limit]
+        if not off:
+            break
     return expected, limit, off
-
-
-def _other_norms(runs: Sequence[RankTraining], expected: float, limit: float) -> list[tuple[int, float]]:
-    norms = ((rank, run.norm) for rank, run in enumerate(runs) if run.norm is not None)
-    return [(rank, norm) for rank, norm in norms if not abs(norm - expected) <= limit]
 
 
 def _with_problem(view: View, explanation: Explanation) -> Explanation:

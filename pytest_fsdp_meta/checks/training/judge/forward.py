@@ -10,7 +10,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import fold_names
+from pytest_fsdp_meta.text import fold_names, grouped
 
 
 @training_check(
@@ -36,7 +36,8 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
     for stale, ranks in ranks_by(found).items():
         if not view.judgeable(stale.name):
             continue
-        tied = _tied_with(view, stale.name)
+        ties = (rank.tied_with.get(stale.name, ()) for rank in view.evidence.inventory)
+        tied = tuple(sorted({stale.name}.union(*ties)))
         yield Finding(
             stale.name,
             ranks,
@@ -46,11 +47,6 @@ def forward_sees_current_weights(view: View) -> Iterable[Finding]:
             condemns=tied,
             **_explain(stale, tied),
         )
-
-
-def _tied_with(view: View, name: str) -> tuple[str, ...]:
-    """Return the names that are tied to a parameter on any rank, and its own."""
-    return tuple(sorted({name}.union(*(rank.tied_with.get(name, ()) for rank in view.evidence.inventory))))
 
 
 def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:
@@ -120,10 +116,11 @@ def _other_fractions(view: View) -> Iterator[Finding]:
     reference = view.evidence.reference
     expected = reference.dropouts if reference is not None else {}
     pairs = ((rank, pair) for rank, run in enumerate(view.evidence.training or ()) for pair in run.dropouts.items())
-    alike: dict[tuple[float, float, tuple[int, ...]], list[str]] = {}
-    for (name, fraction), ranks in ranks_by(pairs).items():
-        if fraction and fraction != expected.get(name, fraction):
-            alike.setdefault((fraction, expected[name], ranks), []).append(name)
+    alike = grouped(
+        ((fraction, expected[name], ranks), name)
+        for (name, fraction), ranks in ranks_by(pairs).items()
+        if fraction and fraction != expected.get(name, fraction)
+    )
     for (fraction, due, ranks), names in alike.items():
         for name in fold_names(names):
             yield Finding(name, ranks, f"is {fraction:g}", f"{due:g}, as in the reference", **_OTHER_FRACTION)

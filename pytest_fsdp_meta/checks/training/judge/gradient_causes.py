@@ -261,12 +261,6 @@ def backward_order(view: View) -> dict[str, int]:
     return {name: place for place, name in enumerate(order)}
 
 
-def sort_by_backward(view: View, names: Sequence[str]) -> list[str]:
-    """Return the names with those first whose gradients the backward completes first."""
-    order = backward_order(view)
-    return sorted(names, key=lambda name: order.get(name, len(order)))
-
-
 def describe_first_departure(view: View, runs: Sequence[RankTraining], departing: Collection[str]) -> str:
     """Return which gradient the backward reaches first of those that depart, and one beside it that agrees, else ""."""
     limits, due = limits_of(view, "gradients"), gradients_beyond_rounding(view)
@@ -289,10 +283,12 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
     names = dict.fromkeys(name for by_name in gradients for name in by_name)
     found: list[tuple[str, tuple[int, ...], str]] = []
     for name in names:
-        for ranks in _replicas_of_other_rows(view, runs, name):
+        for ranks in ranks_by((rank, tensor.held) for rank, tensor in view.holders(name)).values():
             # Compare one rank per slice: the other ranks of a slice, such as tensor-parallel ones, may hold partial
             # sums.
             representatives = {runs[rank].data_parallel[0]: rank for rank in reversed(ranks)}
+            if len(representatives) == 1:
+                continue
             by_rank = {
                 rank: gradients[rank][name] for rank in sorted(representatives.values()) if name in gradients[rank]
             }
@@ -316,13 +312,6 @@ def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[
     """Return whether these ranks are bit-identical after the steps; False if that was not recorded."""
     after = [run.after.by_name.get(name) for run in (runs[rank] for rank in ranks) if run.after is not None]
     return bool(after) and len({tensor.digest for tensor in after if tensor is not None}) == 1
-
-
-def _replicas_of_other_rows(view: View, runs: Sequence[RankTraining], name: str) -> Iterator[tuple[int, ...]]:
-    """Yield groups of ranks that hold the same part of a parameter and do not all see the same rows of the batch."""
-    for ranks in ranks_by((rank, tensor.held) for rank, tensor in view.holders(name)).values():
-        if len({runs[rank].data_parallel for rank in ranks}) > 1:
-            yield ranks
 
 
 def _describe_spread(by_rank: Mapping[int, Comparison]) -> str:

@@ -11,17 +11,17 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     BY_STEP,
     CONSTANT,
     NOT_CLIPPED,
+    backward_order,
     describe_first_departure,
     explain_clipping,
     explain_factor,
     explain_module,
     explain_other,
     explain_own_norms,
-    sort_by_backward,
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining, TensorFacts
+from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
@@ -31,16 +31,11 @@ from pytest_fsdp_meta.judging.gates import (
     require_gradients,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import (
-    Limits,
-    describe_length,
-    gradients_beyond_rounding,
-    limits_of,
-    loss_limits,
-)
+from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
 from pytest_fsdp_meta.judging.multiples import ROUNDING, multiple, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
+from pytest_fsdp_meta.text import grouped
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
@@ -201,7 +196,8 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
     """Report gradients that are missing or differ from the reference's."""
     limits = limits_of(view, "gradients")
-    names = sort_by_backward(view, view.names("parameter", only=view.reference.gradients))
+    order = backward_order(view)  # those first whose gradients the backward completes first
+    names = sorted(view.names("parameter", only=view.reference.gradients), key=lambda n: order.get(n, len(order)))
     due = gradients_beyond_rounding(view)
     pairs = view.comparisons(tuple(run.gradients for run in runs), names)
     excused = excused_gradients(view, runs)
@@ -250,11 +246,7 @@ def _partial_gradients(view: View) -> set[str]:
     """Return the names of distinct parameters that share storage: each has the gradient of its own uses only."""
     found: set[str] = set()
     for rank in view.evidence.inventory:
-        sharing: dict[str, list[TensorFacts]] = {}
-        for tensor in rank.tensors:
-            if tensor.storage:
-                sharing.setdefault(tensor.storage, []).append(tensor)
-        for tensors in sharing.values():
+        for tensors in grouped((tensor.storage, tensor) for tensor in rank.tensors if tensor.storage).values():
             if len({tensor.identity for tensor in tensors}) > 1:
                 found.update(tensor.name for tensor in tensors)
     return found

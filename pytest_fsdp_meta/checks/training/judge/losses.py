@@ -6,12 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge import (
-    AGREE,
-    FORWARD,
-    describe_origin,
-    follow_step,
-)
+from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, follow_step
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
@@ -85,9 +80,7 @@ def loss_parity(view: View) -> Iterable[Finding]:
     first = min([*wrong_steps, *(step for _, _, step in disagreements)])
     require_no_other_cause(view, f"the losses differ ({message})", first_forward=first == 0)
     origin = describe_origin(view.evidence.traces, (FORWARD,), step=first)
-    alike: dict[tuple[int, int, tuple[float, ...]], list[int]] = {}
-    for rank, other, step in disagreements:
-        alike.setdefault((other, step, runs[rank].losses), []).append(rank)
+    alike = grouped(((other, step, runs[rank].losses), rank) for rank, other, step in disagreements)
     reported = (_report_disagreement(view, runs, ranks, *where) for (*where, _), ranks in alike.items())
     yield from (replace(finding, origin=origin) for finding in reported)
     if not wrong_steps:
@@ -195,13 +188,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared
-    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven
-    return explanation or _explain_forward(view, by_step)
-
-
-def _explain_forward(view: View, by_step: bool) -> Explanation:
-    """Explain a first loss by what was traced of its forward, if anything was."""
-    if explanation := explain_module(view):
+    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or explain_module(view)
+    if explanation:
         return explanation
     if by_step and _forward_agrees(view):
         return _explain_other_loss(view)

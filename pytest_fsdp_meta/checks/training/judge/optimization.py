@@ -11,9 +11,7 @@ from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
     EXPLAINING_CHECKS,
     comparable_training,
-    first_not_finite,
-    format_losses,
-    leave_not_finite,
+    require_finite,
     require_no_other_cause,
     require_same_forward,
 )
@@ -132,8 +130,10 @@ _FROZEN: Explanation = {
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
     after, steps = inventories_after_steps(view), count_steps(view)
-    declared, moving = view.evidence.subject.frozen, _moving_in_reference(view)
-    judged = False
+    declared, reference = view.evidence.subject.frozen, view.evidence.reference
+    moving, judged = set[str](), False
+    if reference is not None and reference.after is not None:  # trainable parameters, and intended moving averages
+        moving = {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
     for name, tensors in view.tensors("parameter"):
         frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
         if not frozen or (name in moving and name not in declared):
@@ -158,14 +158,6 @@ _WRITTEN_BY_STEP: Explanation = {
 }
 
 
-def _moving_in_reference(view: View) -> set[str]:
-    """Return the parameters that change in the reference too: trainable ones, and intended moving averages."""
-    reference = view.evidence.reference
-    if reference is None or reference.after is None:
-        return set()
-    return {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
-
-
 def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     now = after.by_name.get(name)
     return now is not None and None not in (now.digest, digest) and now.digest != digest
@@ -184,10 +176,8 @@ def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
     references=["NVIDIA/Megatron-LM#6228", "huggingface/accelerate#1527", "pytorch/pytorch#176076"],
 )
 def every_trainable_moves(view: View) -> Iterable[Finding]:
-    runs = _runs(view)
-    if diverging := first_not_finite(runs):  # NaN replaces every value, so everything would count as moved
-        message = f"the losses are not finite ({format_losses(diverging)})"
-        leave_not_finite(view, message)
+    runs = view.evidence.training or ()
+    require_finite(view, runs, "the losses")  # NaN replaces every value, so everything would count as moved
     swallowed = list(_swallowed(view, runs))
     yield from swallowed
     unreached = _unreached(view, runs)
@@ -325,18 +315,13 @@ def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
             yield Finding(name, ranks, actual, "", detail)
 
 
-def _runs(view: View) -> Sequence[RankTraining]:
-    return view.evidence.training or ()
-
-
 def inventories_after_steps(view: View) -> list[RankInventory]:
     """Return each rank's inventory after the steps."""
-    found = [run.after for run in _runs(view) if run.after is not None]
+    found = [run.after for run in view.evidence.training or () if run.after is not None]
     if len(found) < len(view.evidence.inventory):
         raise NotJudged("the parameters were not recorded after the steps")
     return found
 
 
 def count_steps(view: View) -> str:
-    count = max((len(run.losses) for run in _runs(view)), default=0)
-    return counted(count, "step")
+    return counted(max((len(run.losses) for run in view.evidence.training or ()), default=0), "step")

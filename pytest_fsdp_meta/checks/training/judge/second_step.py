@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
@@ -22,13 +22,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_same_forward,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import (
-    Limits,
-    describe_length,
-    gradients_beyond_rounding,
-    limits_of,
-    loss_limits,
-)
+from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
 from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
@@ -59,7 +53,8 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
     seconds = [run.second for run in runs if run.second is not None]
     if len(seconds) < len(runs):
-        raise NotJudged(_describe_missing(view, runs))
+        one = any(len(run.losses) < 2 for run in runs)
+        raise NotJudged("there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable")
     if not first_steps_equal(view, seconds):
         message = "the first step moved the parameters differently from the reference"
         require_same_forward(view, runs)
@@ -72,12 +67,6 @@ def second_grad_parity(view: View) -> Iterable[Finding]:
     found = unless_explained(view, runs, found, what, compared, GRADIENT_TOLERANCE, fewer_forwards=accumulates)
     origin = describe_origin(view.evidence.traces, step=1)
     yield from (replace(finding, origin=origin, step=1) for finding in found)
-
-
-def _describe_missing(view: View, runs: Sequence[RankTraining]) -> str:
-    """Return why a rank has no observation of a second step."""
-    one = any(len(run.losses) < 2 for run in runs)
-    return "there was no second step: @fsdp_conformance(steps=1)" if one else "nothing is trainable"
 
 
 def first_steps_equal(view: View, seconds: Sequence[SecondStep]) -> bool:
@@ -246,7 +235,11 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
     """Report the parameters with the largest errors; smaller errors elsewhere may follow from these."""
     names = view.names("parameter", only=gradients_beyond_rounding(view))
     updates = view.comparisons(tuple(run.parameters for run in runs), names)
-    limits = _limits_after_steps(view, updates)
+    moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
+    # Each step rounds each element once, on the ranks and in the reference. A slice that moved little may differ as
+    # much as the one that moved farthest.
+    longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
+    limits = replace(limits_of(view, "updates"), roundings=2 * len(view.reference.losses or ()), longest=longest)
     exceeding = {name: [(rank, c) for rank, c in cases if limits.exceeded(rank, c)] for name, cases in updates.items()}
     off = {name: cases for name, cases in exceeding.items() if cases}
     worst = max((c.relative for cases in off.values() for _, c in cases), default=0.0)
@@ -269,16 +262,6 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             explanation = explanation or explain_hooks_left_out(view)
             explanation = explanation or (_STEP if _knows_settings(view, runs, name, ranks) else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
-
-
-def _limits_after_steps(view: View, updates: Mapping[str, Cases]) -> Limits:
-    """Return the limits of updates over all steps: each rounds each element once, on the ranks and in the reference.
-
-    A slice that moved little may differ as much as the one that moved farthest.
-    """
-    moved = {name: [c.measure.truth for _, c in cases if c.measure is not None] for name, cases in updates.items()}
-    longest = {name: max(lengths) for name, lengths in moved.items() if lengths}
-    return replace(limits_of(view, "updates"), roundings=2 * len(view.reference.losses or ()), longest=longest)
 
 
 def _describe_error(limits: Limits, cases: Cases) -> str:

@@ -29,8 +29,8 @@ from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_opti
 from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
-from pytest_fsdp_meta.text import counted
-from pytest_fsdp_meta.worlds import Rank, current, doing
+from pytest_fsdp_meta.text import counted, first_line
+from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 
 
 class AuthorStep(NamedTuple):
@@ -100,6 +100,12 @@ def call_author_step(subject: Subject, optimizer: Optimizer, rows: dict[str, Any
     by_name = beside.arguments(subject, subject.train_step)
     handed = handed_over(subject, optimizer)
     return call_field("train_step", subject.train_step, subject.model, handed, rows, **by_name)
+
+
+def describe_cause(error: Exception) -> str:
+    """Return the type and the first line of what the author's code raised."""
+    cause = cause_of(error)
+    return f"{type(cause).__name__}: {first_line(cause)}"
 
 
 def on_any_rank(flag: bool) -> bool:

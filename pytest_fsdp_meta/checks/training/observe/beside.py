@@ -71,7 +71,7 @@ class Beside:
             kept = self.objects[name]
             methods = [] if isinstance(kept, Mapping) else [method for method in UPDATES if hasattr(kept, method)]
             if methods:
-                with calling(f"Subject(beside={{{name!r}: ...}})", f"{methods[0]}(model)"):
+                with calling(_where(name), f"{methods[0]}(model)"):
                     getattr(kept, methods[0])(subject.model)
 
     def arguments(self, subject: Subject, function: object, any_keyword: bool = False) -> dict[str, Any]:
@@ -142,11 +142,6 @@ class Beside:
                     yield name, own_part(value)
                 else:
                     yield name, replace(shard, local=value, gradient=None)
-
-    @staticmethod
-    def is_of_scheduler(entry: str) -> bool:
-        """Return whether an entry belongs to the scheduler."""
-        return entry.startswith(f"{SCHEDULER}.")
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {name: fingerprint(value) for name, value in self.entries()}
@@ -257,23 +252,20 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
         raise SubjectError(SCHEDULER, "ReduceLROnPlateau steps by a metric, which the reference lacks; leave it out")
     objects: dict[str, Any] = {}
     for name, kept in subject.beside.items():
-        objects[name] = kept if is_stateful(kept) else _build(name, kept, subject.model)
+        objects[name] = kept
+        if is_stateful(kept):
+            continue
+        with calling(_where(name), f"{name}(model)"):
+            objects[name] = built = kept(subject.model)
+        if not is_stateful(built):
+            raise SubjectError(
+                "beside",
+                f"{name!r} returned {type(built).__name__}, but should return an object with state_dict() and "
+                "load_state_dict()",
+            )
     compared = frozenset(name for name in objects if not is_stateful(subject.beside[name]))
     begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
     return Beside(scheduler, objects, compared, begun, subject.model)
-
-
-def _build(name: str, function: Any, model: Module) -> Any:
-    where = f"Subject(beside={{{name!r}: ...}})"
-    with calling(where, f"{name}(model)"):
-        kept = function(model)
-    if not is_stateful(kept):
-        raise SubjectError(
-            "beside",
-            f"{name!r} returned {type(kept).__name__}, but should return an object with state_dict() and "
-            "load_state_dict()",
-        )
-    return kept
 
 
 def last_optimizer(subject: Subject, rank: Rank) -> Optimizer | None:
@@ -310,13 +302,8 @@ def scheduler_for_reference(subject: Subject, optimizer: Optimizer | None) -> An
     return pack_function(scheduler, subject.model, optimizer)
 
 
-def beside_for_reference(subject: Subject) -> dict[str, Any]:
-    """Return the functions that build what is kept beside the model."""
-    return {name: kept for name, kept in subject.beside.items() if not is_stateful(kept)}
-
-
 def declare_beside(subject: Subject, scheduler: Any, beside: Mapping[str, Any]) -> None:
-    """Declare for the reference what the two functions above returned on rank 0."""
+    """Declare for the reference what rank 0 has packed for it."""
     packed = isinstance(scheduler, PackedFunction)
     subject.scheduler = partial(_copy_scheduler, scheduler, subject.model) if packed else scheduler
     subject.beside = beside

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
 from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, OWN_CHANGES
-from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause, on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of, without_gradient
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards
@@ -41,7 +41,7 @@ from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.ranks.torch_private import step_hooks
 from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, cause_of, doing
+from pytest_fsdp_meta.worlds import SEED, CallFailed, Rank, doing
 
 SCALING = 16
 """How much smaller the gradients of a second step are, to see that they follow their scale."""
@@ -75,10 +75,11 @@ class FirstBatchAgain:
         self.short = self._shorten(self.optimizer)
         self.unclipped = self._leave_unclipped(self.optimizer)
         if self.memory is None:
-            self.memory = self._run_for_memory(self.optimizer)
+            rows = rows_of_step(self.subject, 0, self.data_parallel, self.rank.device)
+            self.memory = memory_of(self.subject, rows)
+            self._use_gradients(self.optimizer, self.memory.kept is not None)
 
     def _accumulate(self, optimizer: Optimizer) -> Accumulation | None:
-        """Compare accumulated gradients."""
         subject = self.subject
         if not self.records or subject.train_step is not None:
             return None
@@ -136,7 +137,7 @@ class FirstBatchAgain:
                 watched, self.memory = observe_step_memory(subject, run)
                 seen = watched or run(nullcontext())
         except (CallFailed, SubjectError) as error:
-            return Accumulation(refused=_describe(error))
+            return Accumulation(refused=describe_cause(error))
         finally:
             reshard(subject.model)
         return Accumulation(seen.gradients, seen.without_gradient)
@@ -159,18 +160,12 @@ class FirstBatchAgain:
                         train(subject, rank.device, range(1), self.data_parallel, optimizer, seen, beside)
                         seen.gradient_scale /= SCALING
             except (CallFailed, SubjectError) as error:  # a schedule of the author's own may have ended
-                self.unclipped_refused = _describe(error)
+                self.unclipped_refused = describe_cause(error)
             finally:
                 reshard(subject.model)
             if not on_any_rank(len(seen.norms) == 2 and not seen.scaled):
                 break
         return seen.gradients if seen.scaled else ()
-
-    def _run_for_memory(self, optimizer: Optimizer) -> StepMemory:
-        rows = rows_of_step(self.subject, 0, self.data_parallel, self.rank.device)
-        memory = memory_of(self.subject, rows)
-        self._use_gradients(optimizer, memory.kept is not None)
-        return memory
 
     def _use_gradients(self, optimizer: Optimizer, whole: bool = True) -> None:
         """Give the optimizer that is saved its state by the gradients, if they are ``whole``, and drop them."""
@@ -179,11 +174,6 @@ class FirstBatchAgain:
         optimizer.zero_grad(set_to_none=True)  # model.zero_grad() does not reach gradient buffers of a wrapper
         drop_gradients(self.subject.model)
         reshard(self.subject.model)
-
-
-def _describe(error: Exception) -> str:
-    cause = cause_of(error)
-    return f"{type(cause).__name__}: {first_line(cause)}"
 
 
 @contextmanager

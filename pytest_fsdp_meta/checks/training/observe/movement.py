@@ -118,8 +118,7 @@ def due_by_gradients(gradients: Mapping[str, Tensor], optimizer: Optimizer, nois
 
 
 def _rate(group: Mapping[str, Any], default: float) -> float:
-    """Return the learning rate of a group; the default where the optimizer chooses its own."""
-    rate = group.get("lr")
+    rate = group.get("lr")  # None where the optimizer chooses its own
     return default if rate is None else float(rate)
 
 

@@ -14,6 +14,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import accumulate, half_of_ranks
 from pytest_fsdp_meta.checks.training.observe.given import give_buffers
 from pytest_fsdp_meta.checks.training.observe.gradients import ReferenceClipping, gradient_norm
@@ -30,14 +31,8 @@ from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import COMPUTED
-from pytest_fsdp_meta.ranks.reference_record import (
-    Record,
-    noise_of,
-    record_at,
-    write_record,
-)
-from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import SEED, cause_of, current
+from pytest_fsdp_meta.ranks.reference_record import Record, noise_of, record_at, write_record
+from pytest_fsdp_meta.worlds import SEED, current
 
 NOISY = tuple(snapshot for snapshot in SNAPSHOTS if snapshot.noisy)
 OTHER_SEEDS = 1000
@@ -87,8 +82,7 @@ def train_nudged(
             noisy.take("short")
     except Exception as error:
         state.pop("noise")
-        cause = cause_of(error)
-        return Noise(problem=f"{type(cause).__name__}: {first_line(cause)}")
+        return Noise(problem=describe_cause(error))
     apart = tuple(abs(a - b) for a, b in zip(run.losses, losses, strict=True))
     norm = abs((noisy.norm or 0.0) - (facts.norm or 0.0))
     own_norm = abs(noisy.own_norm - facts.own_clipping.norm) if facts.own_clipping and noisy.own_norm else norm
@@ -191,7 +185,6 @@ class _NoisySteps(StepObserver):
                 self._add(snapshot)
 
     def _add(self, snapshot: Snapshot) -> None:
-        """Note how far the tensors are from those in the record."""
         reference, moved = self.records[snapshot.name], self.moved.setdefault(snapshot.name, {})
         factors = self.factors.setdefault(snapshot.name, {})
         for name, tensor in snapshot.kind.of(self.model):

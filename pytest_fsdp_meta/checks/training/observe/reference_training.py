@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -264,33 +264,25 @@ class _DrawsInTraining(Exception):
     """Raised by the first forward of a training that draws random numbers although dropout is off."""
 
 
+@dataclass
 class _RecordedSteps(StepObserver):
     """Record the snapshots, with the sizes and the norm of the first gradients, which are clipped too."""
 
-    def __init__(
-        self,
-        model: Module,
-        steps: int,
-        folder: str,
-        clipping: ReferenceClipping,
-        writer: RecordWriter,
-        may_draw: bool,
-    ) -> None:
-        self._model = model
-        self._may_draw = may_draw
-        self._writer = writer
-        self._clipping = clipping
-        self._steps = steps
-        self._folder = folder
-        self.sizes: dict[str, float] = {}
-        self.noise = 0.0
-        self.norm: float | None = None
-        self.reached_later: dict[str, None] = {}
-        self.idle: tuple[str, ...] | None = None
-        """The parameters of modules that did not run in the first step."""
-        self.used: tuple[str, ...] = ()
-        """The others, in the order of first use."""
-        self.changed_by_forward: tuple[str, ...] = ()
+    model: Module
+    steps: int
+    folder: str
+    clipping: ReferenceClipping
+    writer: RecordWriter
+    may_draw: bool
+    sizes: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.0
+    norm: float | None = None
+    reached_later: dict[str, None] = field(default_factory=dict)
+    idle: tuple[str, ...] | None = None
+    """The parameters of modules that did not run in the first step."""
+    used: tuple[str, ...] = ()
+    """The others, in the order of first use."""
+    changed_by_forward: tuple[str, ...] = ()
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         if self.idle is not None:
@@ -307,32 +299,32 @@ class _RecordedSteps(StepObserver):
                 used.setdefault(id(parameter), len(used))
 
         with ExitStack() as hooks:
-            for module in filter(takes_hooks, self._model.modules()):
+            for module in filter(takes_hooks, self.model.modules()):
                 hooks.callback(module.register_forward_pre_hook(note).remove)
-            if self._may_draw:
+            if self.may_draw:
                 loss = super().loss_of(subject, rows)
             else:
-                with watching_draws(self._model, current().device) as watch:
+                with watching_draws(self.model, current().device) as watch:
                     loss = super().loss_of(subject, rows)
                 if watch.draws or watch.hidden:
                     raise _DrawsInTraining
-        untrained = ((name, t) for name, _, t in named_tensors(self._model) if not t.requires_grad)
-        changed = changed_since(Record(record_at(self._folder, "values")), untrained)
+        untrained = ((name, t) for name, _, t in named_tensors(self.model) if not t.requires_grad)
+        changed = changed_since(Record(record_at(self.folder, "values")), untrained)
         self.changed_by_forward = tuple(name for name, _ in changed)
-        named = list(parameters_of(self._model))
+        named = list(parameters_of(self.model))
         self.idle = tuple(name for name, tensor in named if id(tensor) not in used)
         places = {name: used[id(tensor)] for name, tensor in named if id(tensor) in used}
         self.used = tuple(sorted(places, key=places.__getitem__))
         return loss
 
     def record(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._writer.write(record_at(self._folder, name), tensors)
+        self.writer.write(record_at(self.folder, name), tensors)
 
     def take(self, event: str, step: int = 0) -> None:
-        for snapshot in snapshots_after(event, step, self._steps):
-            tensors = snapshot.kind.of(self._model)
+        for snapshot in snapshots_after(event, step, self.steps):
+            tensors = snapshot.kind.of(self.model)
             if snapshot.kind is BUFFERS:
-                tensors = changed_since(Record(record_at(self._folder, "values")), tensors)
+                tensors = changed_since(Record(record_at(self.folder, "values")), tensors)
             self.record(snapshot.name, tensors)
 
     def record_beside(self, name: str, beside: Beside) -> None:
@@ -340,13 +332,13 @@ class _RecordedSteps(StepObserver):
             self.record(name, ((entry, part.local) for entry, part in beside.tensors()))
 
     def after_backward(self, step: int) -> None:
-        gradients = whole_gradients(self._model)
+        gradients = whole_gradients(self.model)
         self.take("backward", step)
         if step == 0:
             self.sizes = {name: root_mean_square(gradient) for name, gradient in gradients}
-            self.noise = gradient_noise(self._model)
-            self.norm, _ = gradient_norm(self._model, None)
-            self._clipping.observe(self.norm, self._folder)
+            self.noise = gradient_noise(self.model)
+            self.norm, _ = gradient_norm(self.model, None)
+            self.clipping.observe(self.norm, self.folder)
         else:
             unreached = [(name, gradient) for name, gradient in gradients if not self.sizes.get(name)]
             self.reached_later |= {name: None for name, gradient in unreached if gradient.any()}

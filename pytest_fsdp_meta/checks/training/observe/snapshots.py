@@ -54,13 +54,9 @@ def parameters_of(model: Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
 
 
-def _compare_gradients(
-    model: Module, _: Mapping[str, Tensor], records: Mapping[str, Record], name: str
-) -> tuple[Comparison, ...]:
-    return compare_gradients(gradients_of(model), records[name])
-
-
-GRADIENTS = Kind(whole_gradients, _compare_gradients, values=False)
+GRADIENTS = Kind(
+    whole_gradients, lambda model, _, records, name: compare_gradients(gradients_of(model), records[name]), values=False
+)
 PARAMETERS = Kind(parameters_of, compare_updates)
 BUFFERS = Kind(persistent_buffers, compare_buffers)
 

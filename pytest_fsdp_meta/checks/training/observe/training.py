@@ -270,16 +270,12 @@ class _RankSteps(StepObserver):
         self.norm, self.norm_problem = gradient_norm(self._model, self._subject.clip_grad_norm)
         if self.records:
             self.take("backward")
-            self.clipped = self._clip()
+            clip, (norm, own) = self._subject.clip_grad_norm, self._clipping
+            if clip is not None and norm:
+                self.clipped = clip_on_rank(self._model, clip, (norm, self.norm), own, self.records)
         else:
             self._own_gradients = {name: local_part(part.local).to("cpu", copy=True) for name, part in gradients}
             self._own_noise = gradient_noise(self._model)
-
-    def _clip(self) -> Clipping | None:
-        clip, (norm, own) = self._subject.clip_grad_norm, self._clipping
-        if clip is None or not norm:
-            return None
-        return clip_on_rank(self._model, clip, (norm, self.norm), own, self.records)
 
     def _observe_second_gradients(self) -> None:
         self.take("backward", 1)

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER, LEFT
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
-from pytest_fsdp_meta.checks.training.observe.author_step import on_any_rank, run_author_step
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause, on_any_rank, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import last_beside, last_optimizer
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import batch_slice, has_stages, loss_of, rows_of_step
@@ -28,8 +28,7 @@ from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inven
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, kept_in_evaluation, train_model, with_dropout
 from pytest_fsdp_meta.ranks.module_watch import codes_of, innermost_modules
-from pytest_fsdp_meta.text import first_line
-from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
+from pytest_fsdp_meta.worlds import Rank, current, doing
 
 DROPPING = ("dropout", "bernoulli_", "attention")
 """Parts of the names of the operators by which a dropout draws. ``bernoulli``, by given probabilities, is none."""
@@ -142,8 +141,7 @@ def _drop_in_evaluation(subject: Subject, rank: Rank, rows: dict[str, Any]) -> t
         with deterministic(), evaluating(model), torch.no_grad(), watching_draws(model, rank.device) as watch:
             loss_of(subject, rows)
     except Exception as error:  # of any type: some models return no loss in eval()
-        cause = cause_of(error)
-        return (), f"{type(cause).__name__}: {first_line(cause)}"
+        return (), describe_cause(error)
     finally:
         reshard(model)
     if not changed_generators(before, read_states(rank.device)):
