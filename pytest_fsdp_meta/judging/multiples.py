@@ -32,12 +32,20 @@ def multiple(measure: Measure, allowed: float) -> str:
     return whole(factor, max(allowed, 1e-3)) or (f"{factor:.4g}" if constant else "")
 
 
+_INVERSE = "1/"
+
+
+def divides(factor: str) -> bool:
+    """Return whether a factor that ``whole`` returned is below 1."""
+    return factor.startswith(_INVERSE)
+
+
 def whole(factor: float, allowed: float) -> str:
     """Return a factor like "2" or "1/2" if it or its inverse is whole within ``allowed`` (relative); else empty."""
     if not factor > 0 or not math.isfinite(factor) or not math.isfinite(1 / factor):
         return ""
     number = round(max(factor, 1 / factor))
-    for value, text in ((float(number), str(number)), (1 / number, f"1/{number}")):
+    for value, text in ((float(number), str(number)), (1 / number, f"{_INVERSE}{number}")):
         if number > 1 and abs(factor / value - 1) <= allowed:
             return text
     return ""
@@ -48,7 +56,7 @@ def number_of(view: View, runs: Sequence[RankTraining], factor: str, name: str |
 
     If the loader created its own meshes, the one of the tensor ``name`` counts.
     """
-    number = factor.removeprefix("1/")
+    number = factor.removeprefix(_INVERSE)
     matches = [f"the number of {what}" for what, size in _sizes(view, runs, name).items() if str(size) == number]
     return number, " and ".join(matches)
 

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_same_forward,
 )
 from pytest_fsdp_meta.judging.limits import limits_of, require_noise
-from pytest_fsdp_meta.judging.multiples import multiple, number_of
+from pytest_fsdp_meta.judging.multiples import divides, multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, View, majority, ranks_by
 from pytest_fsdp_meta.text import counted, name_ranks
@@ -199,7 +199,7 @@ def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Case
 
 def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
     number, meaning = number_of(view, runs, factor, name)
-    if meaning and factor.startswith("1/"):
+    if meaning and divides(factor):
         return {
             "cause": f"each rank counts its own rows only: {number} is {meaning}",
             "remedy": "reduce over the data-parallel ranks; or register it with persistent=False if it is each rank's "

@@ -12,7 +12,7 @@ from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwards
 from pytest_fsdp_meta.judging.limits import gradients_beyond_rounding, limits_of
-from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, number_of
+from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, divides, number_of
 from pytest_fsdp_meta.judging.view import View, ranks_by
 
 SAME_NORM = 0.02
@@ -42,7 +42,7 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
     if not meaning:
         return _explain_constant(view, runs, factor)
     counted = f"({number} is {meaning})"
-    if not factor.startswith("1/"):
+    if not divides(factor):
         cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if _is_expert(view, name) else _AVERAGE
     elif view.evidence.subject.loss_over_ranks == "sum":
         cause = (

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.judging.gates import (
     slice_losses,
 )
 from pytest_fsdp_meta.judging.limits import LossLimits, largest_of, loss_limits, relative_distance, require_noise
-from pytest_fsdp_meta.judging.multiples import number_of, whole
+from pytest_fsdp_meta.judging.multiples import divides, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Noted, View
 from pytest_fsdp_meta.text import first_of, grouped, name_ranks
@@ -288,8 +288,8 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
         return {}
     scaled = f"the loss is {_times(factor)} the reference's in every step"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
-    of_ranks, of_one = _SCALED_LOSS[factor.startswith("1/")]
-    shares = "" if summed or not meaning or not factor.startswith("1/") else _SHARES
+    of_ranks, of_one = _SCALED_LOSS[divides(factor)]
+    shares = "" if summed or not meaning or not divides(factor) else _SHARES
     if shares and "train_step" in view.evidence.subject.declared:
         cause = "train_step divides it by the count of the global batch, and the ranks' losses are averaged"
         remedy = (
@@ -310,7 +310,7 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
 
 
 def _times(factor: str) -> str:
-    return f"{factor} of" if factor.startswith("1/") else f"{factor} times"
+    return f"{factor} of" if divides(factor) else f"{factor} times"
 
 
 def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowed: float) -> Explanation:

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.gates import (
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
-from pytest_fsdp_meta.judging.multiples import alike, number_of, whole
+from pytest_fsdp_meta.judging.multiples import alike, divides, number_of, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import counted
@@ -330,7 +330,7 @@ def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor:
     number, meaning = number_of(view, runs, whole_factor, name)
     if not meaning:
         return {}
-    done = "divided" if whole_factor.startswith("1/") else "multiplied"
+    done = "divided" if divides(whole_factor) else "multiplied"
     return {
         "cause": f"the learning rate, or the optimizer's step, is {done} by {meaning} ({number}), and the reference's "
         "is not",
