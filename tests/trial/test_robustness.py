@@ -96,14 +96,6 @@ def test_tensors_that_cannot_be_compared_do_not_pass(value):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_integers_are_saved_and_loaded(dtype):
-    verdicts = test_reloading.judged(lambda fsdp: with_buffer(torch.ones(3, dtype=dtype)))
-    assert {id: v.reason for id, v in verdicts.items() if v.status in ("failed", "error")} == {}
-    assert verdicts["dcp_round_trip"].status == "passed"
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_a_frozen_sparse_weight_is_no_error():
     def model() -> nn.Module:
         found = build()

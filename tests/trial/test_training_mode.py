@@ -294,31 +294,6 @@ def test_what_a_step_leaves_in_evaluation_shows_in_the_next(change, left):
     assert first.left(watched(model)) == left
 
 
-def validating(every: int) -> Any:
-    """Return a step that evaluates at the end of each ``every``-th call, and calls train() nowhere."""
-    calls = 0
-
-    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        nonlocal calls
-        calls += 1
-        found = plain_step(model, optimizer, batch)
-        if calls % every == 0:
-            model.eval()
-            with torch.no_grad():
-                model(batch["input"])
-        return found
-
-    return step
-
-
-def test_an_evaluation_in_some_steps_shows_in_the_training():
-    evidence = observed(["modules_train"], partial(load, train_step=validating(every=2)))
-    assert {run.left for run in evidence.training} == {("",)}
-    found = judged(evidence, "modules_train")
-    expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")]
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == expected
-
-
 def test_torch_does_not_warn_of_the_hooks_of_observers():
     def compiled(fsdp: Rank) -> Subject:
         found = load(fsdp, train_step=plain_step)
