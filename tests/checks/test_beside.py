@@ -22,7 +22,7 @@ from tests.checks.evidence_factory import (
     with_reference,
 )
 
-PARITY, ROUND_TRIP, UPDATES, RESUME = "beside_parity", "beside_round_trip", "update_parity", "resume_parity"
+PARITY, ROUND_TRIP, UPDATES = "beside_parity", "beside_round_trip", "update_parity"
 EMA = f"ema.{MIDDLE}"
 HEALTHY = kept_beside(healthy())
 
@@ -173,15 +173,3 @@ def test_an_update_by_another_learning_rate_names_the_step():
     ):
         [found] = verdict(UPDATES, on_runs(scheduled, None, rates=rates)).findings
         assert f"on the ranks it steps {how}" in found.cause
-
-
-def test_another_learning_rate_after_resuming_names_the_first_step():
-    rates = ((0.1,), (0.05,))
-    before = tuple(replace(run, rates=rates) for run in HEALTHY.continued)
-    after = tuple(replace(run, rates=((0.1,), (0.1,))) for run in HEALTHY.resumed)
-    [found] = verdict(RESUME, replace(HEALTHY, continued=before, resumed=after)).findings
-    assert (found.actual, found.expected, found.detail) == (
-        "learning rate 0.1 at step 1 after resuming",
-        "0.05, as in the uninterrupted run",
-        "group 0",
-    )

@@ -56,13 +56,6 @@ def test_a_forward_that_fails_in_evaluation_is_partly_checked():
     assert both.status == "failed"
 
 
-def test_a_skipped_step_that_reaches_the_next():
-    evidence = skipping((False, False), (False, False), kept=("layers.0",))
-    [finding] = verdict(SKIPS, evidence).findings
-    assert (finding.tensor, finding.ranks) == ("layers.0", (0, 1))
-    assert finding.remedy == "call zero_grad() whether the step is made or skipped"
-
-
 def skipping(*moved, index=None, size=2, **facts):
     places = index or range(len(moved))
     ranks = tuple(StepNotFinite((place, size), own, **facts) for place, own in zip(places, moved, strict=True))

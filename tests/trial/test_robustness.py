@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.trial import LoaderFailed
-from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
+from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec
 from tests.trial import test_reloading
 from tests.trial.test_trial import PARITY, judged, observed, subject
 from tests.trial_help import batch, build, loss
@@ -250,10 +250,3 @@ def test_a_temporary_folder_with_a_long_name(monkeypatch, tmp_path: Path):
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert (result.stdout, result.stderr) == ("True forkserver\n", "")
     assert [one.name for one in long.iterdir() if not one.name.startswith("torchinductor_")] == []
-
-
-def test_the_folder_is_removed_with_the_world():
-    with World(WorldSpec({"dp": 1}), ForkServerEngine(Sources(tuple(sys.path)))) as world:
-        folder = world.folder
-        assert folder.is_dir()
-    assert not folder.exists()

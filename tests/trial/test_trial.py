@@ -352,7 +352,7 @@ def keeping_attribute(attribute: str, mark: bool = False, **sources: Any) -> Cal
     return loader
 
 
-@pytest.mark.parametrize("declared", [{"mark": True}, {"reference": build_marked}, {"mark": True, "reference": build}])
+@pytest.mark.parametrize("declared", [{"reference": build_marked}, {"mark": True, "reference": build}])
 def test_an_attribute_of_any_parameter_is_accepted(declared):
     assert observed(keeping_attribute("_whole", **declared)).subject.kept_attributes == ("_whole",)
 
@@ -360,11 +360,10 @@ def test_an_attribute_of_any_parameter_is_accepted(declared):
 @pytest.mark.parametrize(
     ("declared", "where"),
     [
-        ({"mark": True}, "the model"),
         ({"mark": True, "reference": build_marked}, "the model or the reference"),
         ({"mark": True, "reference": "checkpoint"}, "the model"),
     ],
-    ids=["alone", "reference", "checkpoint"],
+    ids=["reference", "checkpoint"],
 )
 def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, where):
     if declared.get("reference") == "checkpoint":
