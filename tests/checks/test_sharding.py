@@ -414,14 +414,6 @@ def test_a_dimension_that_is_too_small():
 
 
 @pytest.mark.parametrize(
-    "dim", ["tp", "TP", "tensor", "tensor_parallel", "model", "mp", "sp", "context", "pipe", "my_tp"]
-)
-def test_dimensions_that_split_the_model_allow_any_placement(dim):
-    evidence = all_on(healthy(mesh={"dp_shard": 2, dim: 2}), {"dp_shard": 2, dim: 2}, "S(0)", "R")
-    assert verdict(PLACEMENTS, evidence).status == "passed"
-
-
-@pytest.mark.parametrize(
     ("dim", "model", "experts"),
     [
         (None, False, False),

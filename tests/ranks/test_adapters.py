@@ -367,11 +367,6 @@ def in_runs(*held: tuple[int, int], shape: tuple[int, ...] = (6, 4)):
 SHARDING = ("nothing_left_unsharded", "dtensor_placements", "unsharded_modules_stay_whole", "shards_tile_the_tensor")
 
 
-@pytest.mark.parametrize("held", [[(0, 7), (7, 24)], [(0, 24), (24, 24)], [(0, 5), (5, 24), (0, 5), (5, 24)]], ids=str)
-def test_runs_that_cover_a_parameter_need_no_placements(held):
-    assert [verdict(id, in_runs(*held)).findings for id in SHARDING] == [()] * len(SHARDING)
-
-
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
