@@ -465,21 +465,6 @@ def test_a_gradient_that_another_module_spoils_is_not_placed_where_the_tensor_wa
     assert (place.phase, place.module, place.before) == ("backward", "", ("gradient", "keeping.norm"))
 
 
-def one_activation() -> Decoder:
-    model = build()
-    model.layers[1].mlp.act = model.layers[0].mlp.act
-    return model
-
-
-def test_a_module_that_several_share_is_placed_where_it_is_called():
-    def scale(model: Any) -> None:
-        mlp = model.layers[1].mlp
-        mlp.forward = lambda x: mlp.down(mlp.act(mlp.gate(x) * 1.5) * mlp.up(x))
-
-    place = place_in(observe_in(torch.float32, one_activation, scale))
-    assert (place.module, place.before) == ("layers.1.mlp", ("input", "layers.0.mlp.act"))
-
-
 def test_a_wrong_loss_is_in_no_module():
     def halved(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return loss(model, batch) * (0.5 if torch.distributed.get_world_size() > 1 else 1.0)

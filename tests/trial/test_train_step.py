@@ -85,37 +85,6 @@ def test_a_step_in_training_mode_that_zeroes_first_and_returns_a_float():
     assert {id: one.status for id, one in found.items()} == dict.fromkeys(TRAINING, "passed"), found
 
 
-def test_a_step_gets_the_wrapper_that_the_loader_built():
-    class Wrapper(torch.optim.Optimizer):
-        """As accelerate's, it steps only if its framework has run the backward."""
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-            self.backward_ran = False
-
-        def step(self, closure: None = None) -> None:
-            if self.backward_ran:
-                self.optimizer.step()
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            self.optimizer.zero_grad(set_to_none)
-
-    def step(model, optimizer, batch):
-        found = loss(model, batch)
-        found.backward()
-        optimizer.backward_ran = True
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    def wrapped(fsdp):
-        found = load(fsdp, train_step=step)
-        found.optimizer = Wrapper(adam(found.model.parameters()))
-        return found
-
-    assert judged(None, ["update_parity"], function=wrapped)["update_parity"].status == "passed"
-
-
 def test_gradients_are_compared_as_the_optimizer_gets_them():
     assert judged(clipping(), ["grad_parity"], max_grad_norm=0.01)["grad_parity"].status == "passed"
     undeclared = judged(clipping(), ["grad_parity"])["grad_parity"]
