@@ -279,16 +279,6 @@ def skipping_alike(evidence: Evidence) -> Evidence:
     return replace(evidence, not_finite=skipped)
 
 
-def redrawn_in_backward(evidence: Evidence) -> Evidence:
-    """Let the backward of every rank draw other numbers than its forward."""
-
-    def redraw(step: RankTrainingMode) -> RankTrainingMode:
-        again = tuple(replace(draw, state="another") if draw.again else draw for draw in step.draws)
-        return replace(step, draws=again)
-
-    return replace(evidence, training_mode=on_some(evidence.training_mode, None, redraw))
-
-
 def with_random_state(evidence: Evidence, ranks: Iterable[int] | None = None, **facts: Any) -> Evidence:
     """Declare save(), and let it and resume() keep each rank's random state, except for these facts after resuming."""
     saved = [

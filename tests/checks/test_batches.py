@@ -21,7 +21,6 @@ AS_RANK_0 = ("the rows of rank 0 in their order", f"{BOTH} 0 of 2")
 BUILT = "missing rows were not looked for: data is a loader that was built"
 REPEATING = "rows repeat in the part of a single rank as well, so repeated rows are not judged"
 ON_EACH = [("data", (0, 1), SAME, DIFFERENT, "4 rows on each")]
-FROM_THE_BEGINNING = "the epoch from its beginning after resuming"
 TP = {"dp_shard": 2, "tp": 2}
 
 
@@ -123,21 +122,7 @@ def test_what_cannot_be_known_is_not_green(name):
 
 
 WRONG = {
-    "the same on all": (epoch("AB CD", "AB CD", alone="AB CD"), ON_EACH, "nothing splits the data"),
     "the same on all, in another order": (epoch("AB CD", "DC AB", alone=None), ON_EACH, "nothing splits the data"),
-    "the same on some": (
-        epoch("AB CD", "EF GH", "AB CD", "EF GH", alone="AB CD EF GH"),
-        [
-            ("data", (0, 2), SAME, DIFFERENT, "4 rows on each"),
-            ("data", (1, 3), SAME, DIFFERENT, "4 rows on each"),
-        ],
-        "the data is split over some of the data-parallel ranks only",
-    ),
-    "another seed on each rank": (
-        epoch("AB CD", "CA EF", alone="AB CD EF GH"),
-        [("data", (0, 1), "2 of 8 rows of an epoch are repetitions", ONCE, "on several data-parallel ranks")],
-        "the ranks take their parts from different orders",
-    ),
     "parts that overlap by a row": (
         epoch("AB CD E", "EF GH", alone="AB CD EF GH"),
         [("data", (1,), "Subject(data=...) ends after 2 batches", "3, as on rank 0", "")],
@@ -153,11 +138,6 @@ WRONG = {
         [("data", (0, 1), "8 of 16 rows of an epoch are repetitions", ONCE, "on the same rank")],
         "the loader of one rank repeats rows",
     ),
-    "split twice": (
-        epoch("AB CD", "EF GH", alone="AB CD EF GH IJ KL MN OP"),
-        [("data", (0, 1), "8 of 16 rows of an epoch are on no rank", "each row on one data-parallel rank", "")],
-        "the data is split twice",
-    ),
     "an end that is left out": (
         epoch("AB C", "EF G", alone="AB CD EF GH"),
         [("data", (0, 1), "2 of 8 rows of an epoch are on no rank", "each row on one data-parallel rank", "")],
@@ -167,19 +147,6 @@ WRONG = {
         epoch("AB CD", "", alone=None),
         [("data", (1,), "Subject(data=...) ends after 0 batches", "2, as on rank 0", "")],
         "the ranks have different numbers of rows or files",
-    ),
-    "other rows along tp": (
-        on_tp("AB CD", "EF GH", "IJ KL", "MN OP"),
-        [
-            ("data", (1,), "other rows than rank 0", *AS_RANK_0),
-            ("data", (3,), "other rows than rank 2", "the rows of rank 2 in their order", f"{BOTH} 1 of 2"),
-        ],
-        "the data is split over all ranks",
-    ),
-    "another order along tp": (
-        on_tp("AB CD", "CD AB", "EF GH", "EF GH"),
-        [("data", (1,), "the rows of rank 0 in another order", *AS_RANK_0)],
-        "each rank shuffles or augments with its own seed",
     ),
     "fewer batches along tp": (
         on_tp("AB CD", "AB", "EF GH", "EF GH"),
@@ -229,34 +196,9 @@ def resumed(*by_rank: str, size: int = 2, epochs: Sequence[str] = ("AB CD EF", "
 
 
 RESUMED = {
-    "from the beginning": (
-        resumed("AB CD EF", "GH IJ KL"),
-        [("data", (0, 1), FROM_THE_BEGINNING, NEXT, "")],
-        "the position is not saved or not loaded",
-    ),
-    "from the beginning on one rank": (
-        resumed("CD EF", "GH IJ KL"),
-        [("data", (1,), FROM_THE_BEGINNING, NEXT, "")],
-        "this rank loads the state of another one, or none",
-    ),
-    "a batch skipped": (
-        resumed("EF", "KL"),
-        [("data", (0, 1), "1 batch after the checkpoint skipped after resuming", NEXT, "")],
-        "batches that were prefetched count as seen",
-    ),
-    "the batches of rank 0": (
-        resumed("CD EF", "CD EF"),
-        [("data", (1,), "the batches of rank 0 after resuming", NEXT, "")],
-        "this rank loads the state of another one",
-    ),
     "another order": (
         resumed("FC ED", "IJ KL"),
         [("data", (0,), "the rows that follow the checkpoint, in another order", NEXT, "")],
-        "the order is drawn again",
-    ),
-    "other rows": (
-        resumed("AC EG", "IJ KL"),
-        [("data", (0,), "other rows after resuming", NEXT, "1 row seen again, 2 rows of those that follow missing")],
         "the order is drawn again",
     ),
     "nothing": (

@@ -12,7 +12,6 @@ from tests.checks.evidence_factory import (
     COUNTER,
     MIDDLE,
     add,
-    declare,
     described,
     healthy,
     kept_beside,
@@ -23,7 +22,7 @@ from tests.checks.evidence_factory import (
     with_reference,
 )
 
-PARITY, ROUND_TRIP, UPDATES, RESUME = "beside_parity", "beside_round_trip", "update_parity", "resume_parity"
+PARITY, ROUND_TRIP = "beside_parity", "beside_round_trip"
 EMA = f"ema.{MIDDLE}"
 HEALTHY = kept_beside(healthy())
 
@@ -164,32 +163,3 @@ def test_how_often_a_scheduler_was_called_is_not_compared():
         for count in ("4", "1")
     )
     assert verdict(ROUND_TRIP, replace(HEALTHY, continued=before, resumed=after)).status == "passed"
-
-
-def test_an_update_by_another_learning_rate_names_the_step():
-    wrong = remeasured(healthy(), MIDDLE, 0.75, observed="parameters")
-    wrong = replace(wrong, reference=replace(wrong.reference, rates=((0.1,), (0.05,), (0.025,))))
-    [found] = verdict(UPDATES, on_runs(wrong, None, rates=((0.1,), (0.025,), (0.00625,)))).findings
-    assert found.cause.startswith("the learning rate of step 1 is 0.025 on these ranks, and 0.05 in the reference")
-    [other] = verdict(UPDATES, on_runs(wrong, None, rates=((0.1,), (0.05,), (0.025,)))).findings
-    assert "learning rate of step" not in other.cause
-    scheduled = declare(wrong, declared=wrong.subject.declared | {"scheduler"})
-    for rates, how in (
-        (((0.05,), (0.025,), (0.0125,)), "before the optimizer does: it is the reference's rate of step 1"),
-        (((0.05,), (0.0125,), (0.003,)), "more often: it is the reference's rate of step 1"),
-        (((0.3,), (0.3,), (0.3,)), "at other times"),
-    ):
-        [found] = verdict(UPDATES, on_runs(scheduled, None, rates=rates)).findings
-        assert f"on the ranks it steps {how}" in found.cause
-
-
-def test_another_learning_rate_after_resuming_names_the_first_step():
-    rates = ((0.1,), (0.05,))
-    before = tuple(replace(run, rates=rates) for run in HEALTHY.continued)
-    after = tuple(replace(run, rates=((0.1,), (0.1,))) for run in HEALTHY.resumed)
-    [found] = verdict(RESUME, replace(HEALTHY, continued=before, resumed=after)).findings
-    assert (found.actual, found.expected, found.detail) == (
-        "learning rate 0.1 at step 1 after resuming",
-        "0.05, as in the uninterrupted run",
-        "group 0",
-    )

@@ -1,7 +1,4 @@
-"""What every check of the built-in catalogue has in common, on healthy, incomplete, empty and broken evidence.
-
-A new check needs an entry in ``BROKEN``; the other tests cover it without one.
-"""
+"""What every check of the built-in catalogue has in common, on healthy, incomplete, empty and wrong evidence."""
 
 from __future__ import annotations
 
@@ -12,18 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from conformance import recorded
+from fixtures.defects import DEFECTS
 from pytest_fsdp_meta.catalogue import Verdict
-from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup, RankCollectives
-from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
+from pytest_fsdp_meta.checks.collectives.facts import FsdpGroup, RankCollectives
+from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.simulation.facts import PhasePeak, RankSize, SimulatedSize, SimulatedStep, Traffic
 from pytest_fsdp_meta.evidence import (
-    Accumulation,
     Evidence,
-    Export,
-    ForwardWeights,
-    Movement,
-    Resharded,
-    StaleWeight,
     SubjectFacts,
 )
 from tests.checks.evidence_factory import (
@@ -33,26 +26,17 @@ from tests.checks.evidence_factory import (
     HEAD,
     LOSSES,
     MIDDLE,
-    ROTARY,
     change,
     change_reference,
     clipped,
-    counted,
     declare,
-    described,
-    differ,
     drew,
-    drop,
     empty,
     healthy,
     kept_beside,
     on_ranks,
     on_runs,
     place,
-    redrawn,
-    redrawn_in_backward,
-    remeasured,
-    second_step,
     skipping_alike,
     undeclared,
     verdict,
@@ -107,26 +91,10 @@ EMPTY = {
     *("batches_follow_the_mesh", "batches_resume"),
 }
 """The checks to which a model without parameters and buffers is not applicable."""
-TOO_SMALL = {"load_peak_memory_bounded", "managed_params_are_registered", "collectives_within_budget"}
-"""The checks to which a few small parameters that FSDP2 does not manage are not applicable."""
-UNUSUAL = {
-    "parameter_attributes_kept": "kept_attributes",
-    "unsharded_modules_stay_whole": "unsharded",
-    "unsharded_modules_are_not_gathered": "unsharded",
-    "grad_clip_parity": "clip_grad_norm",
-    "beside_parity": "beside",
-    "beside_round_trip": "scheduler",
-    "random_numbers_resume": "save",
-    "ranks_skip_alike": "train_step",
-    "batches_follow_the_mesh": "data",
-    "batches_resume": "data",
-    "drawn_weights_are_one_draw": "drawn",
-}
-"""The checks that need a field which few authors declare."""
 
 
-def with_traffic(evidence: Evidence, *step: Collective, groups: tuple[FsdpGroup, ...] = ()) -> Evidence:
-    return replace(evidence, collectives=(RankCollectives((), step, groups),) * len(evidence.inventory))
+def with_traffic(evidence: Evidence, groups: tuple[FsdpGroup, ...] = ()) -> Evidence:
+    return replace(evidence, collectives=(RankCollectives((), (), groups),) * len(evidence.inventory))
 
 
 def complete(mesh: dict[str, int], whole: dict[str, tuple[int, ...]] = WHOLE) -> Evidence:
@@ -182,7 +150,6 @@ def bare(evidence: Evidence) -> Evidence:
 
 
 HEALTHY = {name: complete(mesh) for name, mesh in WORLDS.items()}
-SMALL = {name: healthy(mesh=mesh) for name, mesh in WORLDS.items()}
 EMPTIED = {world: without_tensors(world) for world in (1, 2, 4)}
 BARE = {name: bare(complete(mesh, whole={})) for name, mesh in WORLDS.items()}
 BARE_EMPTIED = {name: bare(evidence) for name, evidence in EMPTIED.items()}
@@ -197,17 +164,6 @@ def assert_nothing_wrong(found: Verdict, status: str) -> None:
 @pytest.mark.parametrize("id", OF_WORLDS)
 def test_healthy_evidence_passes_where_the_check_is_applicable(id, world):
     assert_nothing_wrong(verdict(id, HEALTHY[world]), "skipped" if id in NOT_APPLICABLE.get(world, ()) else "passed")
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", OF_WORLDS)
-def test_a_small_model_passes_with_the_most_usual_fields_declared(id, world):
-    found = verdict(id, with_loading(SMALL[world]))
-    replicas = id == "replicas_stay_equal" and world in ("two", "uneven")
-    inapplicable = id in {*NOT_APPLICABLE.get(world, ()), *TOO_SMALL, *UNUSUAL} or replicas
-    assert_nothing_wrong(found, "skipped" if inapplicable else "passed")
-    if id in UNUSUAL:
-        assert found.reason.startswith(f"Subject({UNUSUAL[id]}=...) is not declared")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -255,27 +211,9 @@ def test_an_observation_that_a_check_only_uses_may_be_absent(id, use):
     assert found.status == "passed" or (found.status == "skipped" and explained)
 
 
-def differs(observed: str) -> Evidence:
-    return differ(healthy(), MIDDLE, observed=observed, differing=12)
-
-
-def with_rank(evidence: Evidence, observed: str, **facts: object) -> Evidence:
-    """One observation with other facts on rank 1."""
-    first, second = getattr(evidence, observed)
-    return replace(evidence, **{observed: (first, replace(second, **facts))})
-
-
-def trained_otherwise(name: str, mesh: dict[str, int] | None = None, **facts: object) -> Evidence:
-    """A tensor with other facts on the last rank once the training steps are over."""
-    evidence = healthy(2, mesh)
-    *others, last = evidence.training
-    tensors = tuple(replace(t, **facts) if t.name == name else t for t in last.after.tensors)
-    return replace(evidence, training=(*others, replace(last, after=replace(last.after, tensors=tensors))))
-
-
-def simulated(ranks: int, parameters: dict[str, tuple[int, ...]] | None = None, sizes: tuple[SimulatedSize, ...] = ()):
+def simulated(ranks: int, sizes: tuple[SimulatedSize, ...] = ()):
     """Evidence of the first and the last rank of a world that does not run."""
-    evidence = healthy(mesh={"dp_shard": ranks}, parameters=parameters or {MIDDLE: (64, 16)})
+    evidence = healthy(mesh={"dp_shard": ranks}, parameters={MIDDLE: (64, 16)})
     evidence = on_ranks(evidence, None, lambda rank: tuple(replace(tensor, width=4) for tensor in rank.tensors))
     both = evidence.inventory[0], evidence.inventory[-1]
     world = replace(evidence.world, simulated=(0, ranks - 1), device_memory=1000)
@@ -289,83 +227,8 @@ def grown(ranks: int, parameters: int, sent: int = 0) -> SimulatedSize:
     return SimulatedSize((("dp_shard", ranks),), (RankSize(0, parameters, 0, step),))
 
 
-META = {"device": "meta", "storage": None, "digest": None}
-UNTIED = {"storage": "memory of its own", "identity": -1}
-BROADCAST = Collective("broadcast", "0", (0, 1), "float32", ((4, 4),), 0, tensors=("router.weight",))
-OPTIMIZER = healthy().training[0].optimizer
-BROKEN = {
-    "same_manifest_on_every_rank": drop(healthy(), MIDDLE, [1]),
-    "names_match_reference": drop(healthy(), MIDDLE),
-    "shapes_match_reference": change_reference(healthy(), MIDDLE, shape=(7, 4)),
-    "dtypes_match_reference": change(healthy(), MIDDLE, dtype="bfloat16"),
-    "requires_grad_matches_reference": change(healthy(), MIDDLE, requires_grad=False),
-    "parameter_attributes_kept": change(HEALTHY["two"], MIDDLE, attributes={}),
-    "no_meta_params": change(healthy(), MIDDLE, **META),
-    "no_meta_buffers": change(healthy(), ROTARY, **META),
-    "no_uninitialized_memory": change(differs("values"), MIDDLE, nan=12, poisoned=12),
-    "params_on_rank_device": change(healthy(), MIDDLE, [1], device="cuda:0"),
-    "buffers_on_rank_device": change(healthy(), ROTARY, [1], device="cuda:0"),
-    "managed_params_are_registered": change(healthy(), MIDDLE, managed=False),
-    "unsharded_modules_stay_whole": declare(healthy(), unsharded=(MIDDLE,)),
-    "nothing_left_unsharded": place(healthy(), MIDDLE, {}),
-    "dtensor_placements": declare(healthy(), placements={MIDDLE: ("S(1)",)}),
-    "shards_tile_the_tensor": change(healthy(), MIDDLE, [1], local_shape=(2, 4)),
-    "collectives_match_on_every_rank": with_rank(HEALTHY["two"], "collectives", loading=(BROADCAST,)),
-    "collectives_within_budget": with_traffic(
-        HEALTHY["two"], replace(BROADCAST, tensors=(MIDDLE,)), groups=(FsdpGroup((MIDDLE,), 1, True, True),)
-    ),
-    "unsharded_modules_are_not_gathered": with_traffic(HEALTHY["two"], BROADCAST),
-    "replicas_equal": change(differ(healthy(mesh=HSDP), MIDDLE, [3]), MIDDLE, [3], digest="other bits"),
-    "params_equal_reference": differs("values"),
-    "buffers_equal_reference": differ(healthy(), ROTARY, differing=2),
-    "frozen_weights_equal_verifier": differ(healthy(), FROZEN, observed="verifier"),
-    "drawn_weights_are_one_draw": change(HEALTHY["two"], MIDDLE, digest="one draw"),
-    "tied_weights_share_storage": change(healthy(), HEAD, **UNTIED),
-    "tied_weights_stay_tied": trained_otherwise(HEAD, **UNTIED),
-    "shard_bytes_within_budget": change(HEALTHY["two"], MIDDLE, backing="full", backing_bytes=50 * 16 * 4),
-    "load_peak_memory_bounded": with_rank(HEALTHY["two"], "memory", host=10**6, whole=10**6),
-    "grad_parity": remeasured(healthy(), MIDDLE, 2.0),
-    "grad_norm_parity": on_runs(healthy(), None, norm=2.0),
-    "grad_clip_parity": clipped(healthy(), 2.0),
-    "second_grad_parity": second_step(healthy(), apart=1.0),
-    "optimizer_owns_parameters": on_runs(
-        healthy(), None, optimizer=replace(OPTIMIZER, held={**OPTIMIZER.held, FROZEN: 2})
-    ),
-    "frozen_weights_stay_frozen": trained_otherwise(FROZEN, digest="other bits"),
-    "forward_sees_current_weights": on_runs(
-        healthy(), None, forward=ForwardWeights(3, (StaleWeight(MIDDLE, "layers.0", 1, "gathered"),))
-    ),
-    "modules_train": with_rank(healthy(), "training_mode", evaluating=(MIDDLE,)),
-    "recomputation_draws_alike": redrawn_in_backward(healthy()),
-    "ranks_skip_alike": with_rank(HEALTHY["two"], "not_finite", moved=(True,)),
-    "step_memory_bounded": on_runs(healthy(), None, memory=StepMemory(2**22)),
-    "every_trainable_moves": on_runs(healthy(), None, movements=(Movement(MIDDLE, 3, 3),)),
-    "replicas_stay_equal": trained_otherwise(MIDDLE, HSDP, digest="other bits"),
-    "buffers_follow_training": counted(healthy(), 2.0, "first"),
-    "update_parity": remeasured(healthy(), MIDDLE, 0.1, observed="parameters"),
-    "loss_parity": on_runs(healthy(), None, losses=(3.0, 1.5, 1.25)),
-    "grad_accumulation_parity": on_runs(healthy(), None, accumulation=Accumulation(early=(MIDDLE,))),
-    "load_is_repeatable": replace(healthy(), repetition=change(healthy(), MIDDLE, digest="other bits").inventory),
-    "state_dict_names_clean": with_rank(healthy(), "state_dict", keys=(MIDDLE, "module.head.weight")),
-    "dcp_round_trip": with_rank(
-        healthy(), "restored", tensors=dict(healthy().saved[0].tensors) | {MIDDLE: "other bits"}
-    ),
-    "dcp_reshards": replace(healthy(), resharded=Resharded((("dp_shard", 1),), (), "RuntimeError: no such file", (0,))),
-    "full_state_dict_exports": replace(healthy(), export=Export(missing=(MIDDLE,))),
-    "optimizer_state_round_trip": with_rank(healthy(), "resumed", state={}),
-    "beside_parity": remeasured(kept_beside(healthy()), f"ema.{MIDDLE}", 2.0, observed="beside"),
-    "beside_round_trip": with_rank(kept_beside(healthy()), "resumed", beside=described(scheduler__last_epoch="0")),
-    "resume_parity": with_rank(healthy(), "resumed", losses=(9.0, 9.0)),
-    "batches_follow_the_mesh": with_batches(healthy(), [["AB", "CD"]] * 2, ["AB", "CD"]),
-    "batches_resume": replace(with_batches(healthy()), batches_resumed=with_batches(healthy()).batches.ranks),
-    "second_save_is_current": with_rank(healthy(), "restored_again", model=healthy().saved[0]),
-    "random_numbers_follow_the_mesh": redrawn(healthy(), state="seeded with 42", seed=42),
-    "random_numbers_resume": with_random_state(healthy(), [1], after="state of rank 0"),
-    "no_rank_is_empty_handed": simulated(8, parameters={MIDDLE: (2, 512)}),
-    "memory_falls_with_ranks": simulated(8, sizes=(grown(8, 4096), grown(1, 4096))),
-    "communication_scales": simulated(8, sizes=(grown(16, 64, sent=15_000), grown(2, 512, sent=1000))),
-    "step_fits": simulated(8, sizes=(grown(16, 64, sent=2_000),)),
-}
+RECORDED = {*recorded.names()}
+FIRST_DEFECT = {defect.caught_by: name for name, defect in reversed(DEFECTS.items()) if name in RECORDED}
 
 
 @pytest.mark.parametrize("id", SIMULATED)
@@ -387,20 +250,19 @@ def test_a_check_that_needs_values_judges_no_simulated_world(check):
         assert (found.status, found.reason, found.why) == ("skipped", reason, "not applicable")
 
 
-def test_the_contract_covers_the_whole_catalogue():
-    assert set(BROKEN) == set(IDS)
+def test_the_exceptions_are_checks_of_the_catalogue():
     assert {*EMPTY, *NEEDS_NO_FIELD, *NOT_APPLICABLE["alone"]} <= set(IDS)
 
 
 @pytest.mark.parametrize("id", IDS)
 def test_a_finding_is_written_in_single_lines_and_has_a_cause_and_a_remedy(id):
-    found = verdict(id, BROKEN[id])
-    ranks = [rank.rank for rank in BROKEN[id].inventory]
+    evidence = recorded.read(FIRST_DEFECT[id])
+    found = verdict(id, evidence)
+    ranks = [rank.rank for rank in evidence.inventory]
     assert found.status == "failed"
     for finding in found.findings:
         assert finding.ranks
         assert list(finding.ranks) == sorted({*finding.ranks} & {*ranks})
-        assert finding.tensor is None or finding.tensor in str(BROKEN[id])
         assert all(is_phrase(text) for text in (finding.actual, finding.cause, finding.remedy))
         assert all(not text or is_phrase(text) for text in (finding.expected, finding.detail))
 

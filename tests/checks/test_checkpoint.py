@@ -541,13 +541,6 @@ def test_parameters_that_are_frozen_or_untied_by_resuming():
     }
 
 
-def test_modules_that_resuming_leaves_in_eval():
-    kept = again(healthy(), "continued", evaluating=("teacher",))
-    assert verdict(RESUME, again(kept, "resumed", evaluating=("teacher",))).status == "passed"
-    [finding] = verdict(RESUME, again(kept, "resumed", (1,), evaluating=("teacher", "drop"))).findings
-    assert (finding.tensor, finding.ranks, finding.actual) == ("drop", (1,), "trains in eval() after resuming")
-
-
 def test_dropouts_and_frozen_parts_that_resuming_sets_otherwise():
     frozen = {"kept": ("teacher.drop",), "dropouts": {"drop.p": 0.1}}
     first = again(healthy(), "continued", **frozen, resting=("teacher", "teacher.drop"))

@@ -75,14 +75,6 @@ def test_what_is_drawn_may_differ(check, name, evidence):
     assert verdict(check, declare(evidence, drawn=(name,))).status == "passed"
 
 
-def test_rows_that_are_not_drawn_have_to_be_equal():
-    some = declare(differ(healthy(), MIDDLE, [1]), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})
-    [finding] = verdict(VALUES, some).findings
-    assert finding.actual == "values outside the drawn rows that differ from the reference's slice"
-    assert finding.cause.startswith("rows that are not declared drawn were drawn as well")
-    assert verdict(VALUES, declare(healthy(), drawn=(MIDDLE,), drawn_rows={MIDDLE: (3, None)})).status == "passed"
-
-
 def test_drawn_values_have_to_be_finite():
     for value in (math.inf, math.nan):
         infinite = differ(healthy(), MIDDLE, [1], measure=replace(measured(12), actual=value))
@@ -197,12 +189,6 @@ def test_global_losses_do_not_add_up():
     (finding,) = verdict(PARITY, declare(healthy(), loss_over_ranks="sum")).findings
     assert finding.cause.endswith("each rank's loss is the global loss itself, not a share of it")
     assert finding.remedy == 'declare Subject(loss_over_ranks="same")'
-
-
-def test_averaged_gradients_of_losses_that_add_up():
-    shares = declare(with_losses(healthy(), *SHARES), loss_over_ranks="sum")
-    (finding,) = verdict("grad_parity", remeasured(shares, MIDDLE, 0.5)).findings
-    assert finding.remedy.startswith("call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root")
 
 
 def test_every_rank_returns_the_same_loss_if_declared():
@@ -327,11 +313,6 @@ def test_the_keys_of_a_rank_are_those_that_it_has():
     lost = replace(keys[1], keys=tuple(key for key in keys[1].keys if key != SECOND))
     found = verdict("state_dict_names_clean", replace(evidence, state_dict=(keys[0], lost)))
     assert [(f.tensor, f.ranks) for f in found.findings] == [(SECOND, (1,))]
-
-
-def test_a_gradient_of_one_rank_is_compared_with_the_reference():
-    (found,) = verdict("grad_parity", remeasured(with_experts(), SECOND, factor=2.0, ranks=[1])).findings
-    assert (found.tensor, found.ranks, found.actual) == (SECOND, (1,), "gradient is 2 times the reference's")
 
 
 def test_every_check_judges_ranks_with_other_names():

@@ -91,14 +91,6 @@ def without_reference(evidence: Evidence, *names: str) -> Evidence:
     return undeclared(replace(evidence, reference=None), "reference", why="Subject(reference=...) is not declared")
 
 
-def test_equal_parts_are_a_finding_without_a_reference_too():
-    found = verdict(ID, without_reference(one_seed(drew(healthy(), MIDDLE)), MIDDLE))
-    assert findings_of(found) == [(MIDDLE, (0, 1), *SAME)]
-    passed = verdict(ID, without_reference(drew(healthy(), MIDDLE), MIDDLE))
-    assert (passed.status, passed.why) == ("skipped", "partly checked")
-    assert passed.reason == "there is no reference, so only the parts of each tensor were compared"
-
-
 @pytest.mark.parametrize("dim", ["rows alike", "ep"])
 def test_equal_parts_may_be_meant_where_no_reference_shows_that_they_are_not(dim):
     evidence = one_seed(drew(healthy(), MIDDLE))
@@ -118,14 +110,6 @@ def copied(evidence: Evidence, name: str, original: str, ranks: Iterable[int] | 
         digest = evidence.inventory[rank].by_name[original].digest
         evidence = change(evidence, name, [rank], digest=digest)
     return evidence
-
-
-def test_tensors_that_are_drawn_from_the_same_seed():
-    evidence = drew(healthy(), EMBEDDING, FROZEN)
-    found = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING)))
-    assert found == [(FROZEN, (0, 1), f"the same numbers as {EMBEDDING}", "numbers of its own", "")]
-    (one,) = findings_of(verdict(ID, copied(evidence, FROZEN, EMBEDDING, [1])))
-    assert one[:2] == (FROZEN, (1,))
 
 
 def test_stages_that_draw_from_one_seed():

@@ -67,16 +67,6 @@ def test_a_parameter_missing_on_one_rank_is_judged_where_it_is(check):
     assert verdict(check, evidence).status == status[check]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "facts", "value"),
-    [(MIDDLE, (1,), {"nan": 8, "poisoned": 8}, "NaN"), (COUNTER, (0, 1, 2, 3), {"poisoned": 1}, "int64 maximum")],
-)
-def test_a_tensor_that_was_never_written(name, ranks, facts, value):
-    found = verdict(WRITTEN, change(unequal(name, 4), name, ranks, **facts))
-    actual = f"never written (poison value {value})"
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == [(name, ranks, actual)]
-
-
 def test_a_drawn_tensor_that_was_never_written_is_in_no_checkpoint():
     evidence = declare(change(unequal(MIDDLE, 2), MIDDLE, nan=12, poisoned=12), drawn=(MIDDLE,))
     (finding,) = verdict(WRITTEN, evidence).findings
@@ -205,14 +195,6 @@ def test_a_parameter_that_fsdp_does_not_manage(ranks):
     evidence = change(managed(healthy()), MIDDLE, ranks, managed=False)
     found = verdict(MANAGED, evidence)
     assert [(f.tensor, f.ranks) for f in found.findings] == [(MIDDLE, tuple(ranks or (0, 1)))]
-
-
-def test_a_plain_parameter_in_place_of_a_managed_one():
-    evidence = change(place(managed(healthy()), MIDDLE, {}), MIDDLE, managed=False)
-    (found,) = verdict(MANAGED, evidence).findings
-    actual = "a plain parameter in place of the DTensor that FSDP manages"
-    assert (found.tensor, found.actual) == (MIDDLE, actual)
-    assert found.cause.startswith("the DTensor that fully_shard() created was replaced by a plain parameter")
 
 
 def test_a_shard_in_place_of_a_managed_parameter_has_another_shape():

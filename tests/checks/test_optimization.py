@@ -163,13 +163,6 @@ def still(evidence: Evidence, name: str, due: int, count: int, ranks=None, first
     return on_runs(evidence, ranks, movements=movements)
 
 
-def test_a_shard_that_does_not_move():
-    found = verdict(MOVES, still(healthy(4), MIDDLE, 2, 2, [2]))
-    assert [(f.tensor, f.ranks, f.detail) for f in found.findings] == [
-        (MIDDLE, (2,), "2 of 2 rows on rank 2, first row 3")
-    ]
-
-
 def test_rows_that_do_not_move():
     found = verdict(MOVES, still(healthy(), MIDDLE, 3, 1))
     assert [(f.actual, f.detail) for f in found.findings] == [

@@ -22,7 +22,6 @@ from tests.checks.evidence_factory import (
 )
 
 FOLLOW, RESUME, AGAIN = "random_numbers_follow_the_mesh", "random_numbers_resume", "recomputation_draws_alike"
-HSDP = {"dp_replicate": 2, "dp_shard": 2}
 MIXED = {"dp_shard": 2, "tp": 2}
 ONE_SEED = {"state": "seeded with 42", "seed": 42}
 UNSEEDED = {"state": "seeded by the plugin", "seed": 1, "seeded": False}
@@ -33,23 +32,6 @@ def by_token(evidence: Evidence) -> Evidence:
     for rank in range(len(evidence.inventory)):
         evidence = redrawn(evidence, [rank], operand=f"tokens of rank {rank}")
     return evidence
-
-
-def test_one_seed_for_different_rows():
-    [finding] = verdict(FOLLOW, redrawn(healthy(4), **ONE_SEED)).findings
-    assert (finding.tensor, finding.ranks) == (DROPOUT, (0, 1, 2, 3))
-    # One seed for the shards of each replica.
-    [finding] = verdict(FOLLOW, redrawn(healthy(mesh=HSDP), [2], state="seeded with 0")).findings
-    assert finding.ranks == (0, 2)
-    assert finding.cause.startswith("the seed depends on some dimensions of the mesh")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_seed_in_each_step(ranks):
-    steps = [replace(step, repeating=(DROPOUT, "last")) for step in healthy(ranks).training_mode or ()]
-    [finding] = verdict(FOLLOW, replace(healthy(ranks), training_mode=tuple(steps))).findings
-    assert (finding.tensor, finding.ranks) == (DROPOUT, tuple(range(ranks)))
-    assert finding.actual == "draws the same random numbers in each step"
 
 
 def test_tensor_parallel_ranks_with_other_parts_may_draw_anything():

@@ -76,18 +76,6 @@ def test_what_may_be_whole(evidence):
     assert whole(one_element).status == "failed"
 
 
-def test_ddp_replicates_on_purpose():
-    evidence = healthy()
-    for tensor in evidence.inventory[0].tensors:
-        if tensor.kind == "parameter":
-            evidence = change(place(evidence, tensor.name, {}), tensor.name, ddp=True)
-    found = verdict(LEFT, evidence)
-    assert found.why == "differs"
-    assert found.reason.startswith("DistributedDataParallel keeps embed.weight and 3 more whole")
-    assert verdict(PLACEMENTS, evidence).status == "passed"
-    assert verdict(LEFT, replace(evidence, world=replace(evidence.world, mesh=(("dp_replicate", 2),)))).reason == ""
-
-
 def test_a_parameter_outside_ddp_is_still_reported():
     evidence = change(place(place(healthy(), MIDDLE, {}), EMBEDDING, {}), EMBEDDING, ddp=True)
     found = whole(evidence, MIDDLE)
@@ -423,14 +411,6 @@ def test_a_dimension_that_is_too_small():
     assert [finding.expected for finding in verdict(PLACEMENTS, evidence).findings] == [
         "replicated over dp_replicate=2 (by fully_shard(mesh=...))"
     ]
-
-
-@pytest.mark.parametrize(
-    "dim", ["tp", "TP", "tensor", "tensor_parallel", "model", "mp", "sp", "context", "pipe", "my_tp"]
-)
-def test_dimensions_that_split_the_model_allow_any_placement(dim):
-    evidence = all_on(healthy(mesh={"dp_shard": 2, dim: 2}), {"dp_shard": 2, dim: 2}, "S(0)", "R")
-    assert verdict(PLACEMENTS, evidence).status == "passed"
 
 
 @pytest.mark.parametrize(

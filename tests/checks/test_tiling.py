@@ -148,16 +148,6 @@ def test_a_rank_outside_the_mesh_holds_no_part():
     assert [(f.ranks, f.actual) for f in found.findings] == [((0, 2, 3), "no rank holds [2:4, 0:4]")]
 
 
-def test_a_shard_whose_size_does_not_match_its_placements():
-    evidence = change(healthy(4), MIDDLE, [1], local_shape=(1, 4))
-    found = verdict(TILE, change(evidence, MIDDLE, [2, 3], local_shape=(1, 4)))
-    assert findings_of(found) == [
-        (MIDDLE, (1, 2), "local shape (1, 4)", "(2, 4), as its placements imply", ""),
-        (MIDDLE, (3,), "local shape (1, 4)", "(0, 4), as its placements imply", ""),
-    ]
-    assert found.findings[0].cause.startswith("the shard's size does not match its placements")
-
-
 def test_each_pattern_of_shards_is_analysed_once(monkeypatch):
     from pytest_fsdp_meta.checks.sharding import judge as tiling
 

@@ -192,15 +192,6 @@ def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
 
 
 @pytest.mark.parametrize(
-    ("curve", "actual", "cause"),
-    [((2.5, 1.5, 1.25), "loss 2.5 at step 0", FORWARD), ((2.0, 1.5, 1.0), "loss 1 at step 2", LATER)],
-)
-def test_the_first_or_a_later_step_differs(curve, actual, cause):
-    found = verdict(PARITY, losses(healthy(), curve, curve))
-    assert [(f.actual, f.cause) for f in found.findings] == [(actual, cause)]
-
-
-@pytest.mark.parametrize(
     ("evidence", "curve", "cause"),
     [
         (healthy(2), (4.0, 3.0, 2.5), "the loss is 2 times the reference's in every step (2 is the number of data-"),

@@ -65,8 +65,10 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 APART = [("embed.weight", "embed", 1, "padded apart")]
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("policy", [{}, {"mp_policy": HALF}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    ("together", "policy"),
+    [(False, {}), (True, {}), (False, {"mp_policy": HALF}), (False, {"reshard_after_forward": False})],
+)
 def test_a_tie_that_is_made_after_sharding(together, policy):
     """The head's group is the last to pad its shard, so the embedding's gathers from old memory. One group for both
     modules does not help, because it manages the two weights that it found."""

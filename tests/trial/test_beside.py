@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fixtures.forms_beside import halve_each_step
+from fixtures.forms_beside import PlainAverage, halve_each_step, local
 from tests.trial.test_train_step import build, judged, load, plain_step
 
 CHECKS = ("update_parity", "beside_parity", "beside_round_trip", "resume_parity")
@@ -36,13 +36,11 @@ def test_torchs_own_average_of_a_model_that_is_not_sharded_in_place():
     assert "Subject(beside={'ema': ...})" in found["beside_parity"].reason
 
 
-@pytest.mark.parametrize(("decay", "status"), [(0.9, "passed"), (0.5, "failed")])
-def test_an_average_of_what_ddp_wraps(decay, status):
+def test_an_average_of_what_ddp_wraps():
     """Its names have one more "module." than those of the reference's average."""
 
     def average(model: nn.Module) -> AveragedModel:
-        own = decay if isinstance(model, DistributedDataParallel) else 0.9
-        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(own))
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def function(fsdp):
         made = load(fsdp, train_step=plain_step, beside={"ema": average})
@@ -50,29 +48,7 @@ def test_an_average_of_what_ddp_wraps(decay, status):
         return made
 
     [found] = judged(None, ("beside_parity",), function=function).values()
-    assert found.status == status, found
-
-
-class OfOwnShards:
-    """An average of plain tensors, which say nothing of the place of a shard."""
-
-    def __init__(self, model):
-        self.own = {name: local(parameter).clone() for name, parameter in model.named_parameters()}
-
-    def update(self, model):
-        for name, parameter in model.named_parameters():
-            self.own[name].lerp_(local(parameter), 0.1)
-
-    def state_dict(self):
-        return dict(self.own)
-
-    def load_state_dict(self, state):
-        for name, own in self.own.items():
-            own.copy_(state[name])
-
-
-def local(parameter):
-    return getattr(parameter.detach(), "to_local", parameter.detach)()
+    assert found.status == "passed", found
 
 
 def test_torch_cannot_keep_plain_shards_of_uneven_sizes():
@@ -81,7 +57,7 @@ def test_torch_cannot_keep_plain_shards_of_uneven_sizes():
         return nn.Linear(4, 3)
 
     def function(fsdp):
-        made = load(fsdp, reference=uneven, beside={"ema": OfOwnShards})
+        made = load(fsdp, reference=uneven, beside={"ema": PlainAverage})
         made.model = fully_shard(uneven(), mesh=fsdp.mesh)
         return made
 
@@ -227,19 +203,19 @@ def test_an_optimizer_that_chooses_its_own_learning_rate():
     assert found.status == "passed", found.reason
 
 
-class OfViews(OfOwnShards):
+class OfViews(PlainAverage):
     def __init__(self, model):
-        self.own = {name: local(parameter) for name, parameter in model.named_parameters()}
+        super().__init__(model)
+        self.shadow = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 class HoldsTheWeights:
     """Part of a loss that computes with weights of the model, and updates nothing."""
 
     def __init__(self, model):
-        self.own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.shadow = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
-    state_dict = OfOwnShards.state_dict
-    load_state_dict = OfOwnShards.load_state_dict
+    state_dict, load_state_dict = PlainAverage.state_dict, PlainAverage.load_state_dict
 
 
 def test_objects_that_average_nothing_may_share_parameters_with_the_model():

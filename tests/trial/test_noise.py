@@ -160,15 +160,6 @@ def test_a_reference_that_is_killed_while_its_noise_is_measured_passes_nothing_b
     assert "measuring the reference's noise failed (the reference was killed by SIGKILL)" in found.reason
 
 
-@pytest.mark.nightly
-def test_the_numbers_that_an_optimizer_draws_are_noise():
-    """Rounding by chance, it moves other elements of a slice than of the whole tensor."""
-    evidence = observe(SINGLE, prepare=lambda model: model.to(torch.bfloat16), **STOCHASTIC)
-    moved = evidence.training[1].parameters[0].measure
-    assert moved.apart > 0.2 * moved.truth
-    assert statuses(evidence) == {"passed"}
-
-
 class RoundingTwice(AdamW):
     """Round by chance what the step in bfloat16 has already rounded to the nearest value."""
 

@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+from fixtures.forms_beside import torch_states
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.evidence import Unavailable
@@ -63,10 +64,10 @@ def declared(fsdp: Rank, model: nn.Module, build: Callable[[], nn.Module] = buil
 
 
 def judged(
-    function: Callable[..., Any], checks: Collection[str] = ALL, size: int = 2, timeout: float = 60, **arguments: Any
+    function: Callable[..., Any], checks: Collection[str] = ALL, timeout: float = 60, **arguments: Any
 ) -> dict[str, Verdict]:
     """Return the verdicts of these checks; only the observations that they read are taken."""
-    evidence = observe(function, checks, mesh={"dp_shard": size}, timeout=timeout, arguments=arguments)
+    evidence = observe(function, checks, timeout=timeout, arguments=arguments)
     return judge_all(evidence, checks)
 
 
@@ -125,23 +126,18 @@ def test_a_reference_that_cannot_be_trained_is_built_again_for_the_export():
     )
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_torch_saves_and_gathers_what_fsdp1_shards(broken):
+def test_wrong_values_that_torch_saves_and_gathers_of_fsdp1():
     def doubled(module, state, prefix, *_):
         state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
 
     def loader(fsdp):
         model = build()
-        if broken:
-            model[1].register_state_dict_post_hook(doubled)
+        model[1].register_state_dict_post_hook(doubled)
         sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=fsdp.device)
         return Subject(sharded, reference=build, batch=batch, loss=loss)
 
-    verdicts = judged(loader)
-    if not broken:
-        assert statuses(verdicts) == dict.fromkeys(ALL, "passed")
-        return
-    found = {id: [(f.tensor, f.actual) for f in verdicts[id].findings] for id in (ROUND_TRIP, EXPORTS)}
+    verdicts = judged(loader, (ROUND_TRIP, EXPORTS))
+    found = {id: [(f.tensor, f.actual) for f in verdicts[id].findings] for id in verdicts}
     assert found == {
         ROUND_TRIP: [("1.weight", "different values after loading")],
         EXPORTS: [("1.weight", "different values in the gathered state dict")],
@@ -164,10 +160,10 @@ def adapted() -> nn.Module:
     return nn.Sequential(LowRank(), LowRank())
 
 
-def merged(model: nn.Module, scale: float = 2) -> dict[str, Tensor]:
+def merged(model: nn.Module) -> dict[str, Tensor]:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     exact = {name: tensor.double() for name, tensor in state.items()}  # rounds in another place than the reference
-    return {f"{i}.weight": (exact[f"{i}.weight"] + scale * exact[f"{i}.b"] @ exact[f"{i}.a"]).float() for i in "01"}
+    return {f"{i}.weight": (exact[f"{i}.weight"] + 2 * exact[f"{i}.b"] @ exact[f"{i}.a"]).float() for i in "01"}
 
 
 def merged_model() -> nn.Module:
@@ -179,56 +175,26 @@ def merged_model() -> nn.Module:
     return model
 
 
-IN_EXPORT = "in the gathered state dict"
-
-
-@pytest.mark.parametrize(
-    ("change", "tensor", "actual", "expected"),
-    [
-        (merged, "", "", ""),
-        (
-            lambda model: merged(model, scale=1),
-            "0.weight",
-            f"different values {IN_EXPORT}",
-            "those of Subject(export_reference=...)",
-        ),
-        (
-            lambda model: {**merged(model), "1.weight": torch.zeros(5, 4)},
-            "1.weight",
-            f"shape (5, 4) {IN_EXPORT}",
-            "(4, 4), as in Subject(export_reference=...)",
-        ),
-        (lambda model: {"0.weight": merged(model)["0.weight"]}, "1.weight", f"missing {IN_EXPORT}", "exported"),
-        (
-            lambda model: {**merged(model), "0.a": torch.zeros(2, 4)},
-            "0.a",
-            f"extra key {IN_EXPORT}: Subject(export_reference=...) has no such key",
-            "",
-        ),
-        (
-            lambda model: {name: tensor.bfloat16() for name, tensor in merged(model).items()},
-            "0.weight",
-            f"bfloat16 {IN_EXPORT}, which rounds its values",
-            "the dtype of Subject(export_reference=...)",
-        ),
-    ],
-    ids=["right", "values", "shape", "missing", "extra", "rounded"],
-)
+@pytest.mark.parametrize("change", [None, {"1.weight": torch.zeros(5, 4)}, {"0.a": torch.zeros(2, 4)}])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_an_export_that_is_not_the_model_has_its_own_reference(change, tensor, actual, expected, on_disk, tmp_path):
+def test_an_export_that_is_not_the_model_has_its_own_reference(change, on_disk, tmp_path):
     source: Any = merged_model
     if on_disk:
         source = tmp_path
         save_file(merged_model().state_dict(), tmp_path / "model.safetensors")
 
     def loader(fsdp):
-        return declared(fsdp, adapted(), adapted, state_dict=change, export_reference=source)
+        def exported(model):
+            return merged(model) | (change or {})
+
+        return declared(fsdp, adapted(), adapted, state_dict=exported, export_reference=source)
 
     verdicts = judged(loader, [NAMES, EXPORTS])
     assert verdicts[NAMES].status == "passed"
     findings = [(f.tensor, f.actual, f.expected) for f in verdicts[EXPORTS].findings]
-    assert (tensor, actual, expected) in findings if tensor else findings == []
-    assert verdicts[EXPORTS].status == ("failed" if tensor else "passed")
+    shape = "shape (5, 4) in the gathered state dict", "(4, 4), as in Subject(export_reference=...)"
+    extra = "extra key in the gathered state dict: Subject(export_reference=...) has no such key", ""
+    assert findings == [(name, *(shape if name == "1.weight" else extra)) for name in change or ()]
 
 
 def test_an_export_without_what_its_reference_adds_has_the_models_own_values():
@@ -298,20 +264,15 @@ def test_an_export_reference_that_raises_is_named():
     assert (verdict.status, verdict.reason) == ("error", reason)
 
 
-@pytest.mark.parametrize("summed", [False, True])
-def test_a_divide_factor_needs_another_reduction_on_gloo(summed):
+def test_a_divide_factor_needs_another_reduction_on_gloo():
     def loader(fsdp):
         found = declared(fsdp, build())
         for module in found.model:
             module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(summed)
         return found
 
     verdict = judged(loader, ["grad_parity"])["grad_parity"]
-    if summed:
-        assert verdict.findings[0].actual == "gradient is 0.6667 times the reference's"
-    else:
-        assert verdict.reason.endswith("call set_force_sum_reduction_for_comms(True) on the FSDP modules as well")
+    assert verdict.reason.endswith("call set_force_sum_reduction_for_comms(True) on the FSDP modules as well")
 
 
 def test_a_bare_model_is_saved_and_loaded():
@@ -328,23 +289,17 @@ def test_a_bare_model_is_saved_and_loaded():
     assert {verdicts[id].status for id in (REPEATABLE, ROUND_TRIP)} == {"passed"}
 
 
-class Odd(nn.Module):
-    """A module with an empty parameter, a scalar, several kinds of buffers, and extra state."""
+class Counted(nn.Module):
+    """A module with extra state, which has a tensor, and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 4))
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
-        self.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
-        self.register_buffer("cache", torch.zeros(3), persistent=False)
         self.seen = 0
 
     def forward(self, input: Tensor) -> Tensor:
         self.seen += 1
-        return input * self.scale + self.nothing.sum()
+        return input * self.scale
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"seen": self.seen, "scales": [torch.full((2,), float(self.seen))]}
@@ -353,8 +308,8 @@ class Odd(nn.Module):
         self.seen = state["seen"]
 
 
-def build_odd() -> nn.Sequential:
-    return nn.Sequential(*build(), Odd())
+def build_counted() -> nn.Sequential:
+    return nn.Sequential(*build(), Counted())
 
 
 def frozen_first(fsdp: Rank, **fields: Any) -> Subject:
@@ -422,8 +377,8 @@ def test_nothing_to_train():
 
 def test_a_loader_that_runs_only_once(tmp_path):
     def loader(fsdp, folder):
-        (Path(folder) / f"rank{fsdp.rank}").mkdir()
         print("the loader runs")
+        (Path(folder) / f"rank{fsdp.rank}").mkdir()
         return declared(fsdp, build())
 
     found = judged(loader, folder=tmp_path)
@@ -433,6 +388,7 @@ def test_a_loader_that_runs_only_once(tmp_path):
     assert found[REPEATABLE].detail.startswith(
         "the loader succeeded once, and failed when it ran again in a fresh world with the same fixtures:\n\nrank"
     )
+    assert "output of rank 1 of the second load:\nthe loader runs" in found[REPEATABLE].detail
 
 
 def test_the_first_load_has_ended_when_the_loader_runs_again(tmp_path):
@@ -445,19 +401,6 @@ def test_the_first_load_has_ended_when_the_loader_runs_again(tmp_path):
     verdicts = judged(load)
     assert [check for check, verdict in verdicts.items() if verdict.status != "passed"] == []
     assert len(list(tmp_path.iterdir())) == 2 + 2 + 1  # a load, a second one, and one in a world of another size
-
-
-def test_a_failed_second_load_shows_its_output(tmp_path):
-    def loader(fsdp, folder):
-        mark = Path(folder) / f"rank{fsdp.rank}"
-        if mark.exists():
-            print("reading what I wrote")
-            raise ValueError("stale")
-        mark.touch()
-        return declared(fsdp, build())
-
-    found = judged(loader, (REPEATABLE,), folder=tmp_path)[REPEATABLE]
-    assert "output of rank 1 of the second load:\nreading what I wrote" in found.detail
 
 
 def test_a_loader_for_one_world_size_only():
@@ -494,40 +437,16 @@ def test_a_resume_that_needs_the_optimizer_gets_it_where_it_was_saved():
 
 
 def test_an_optimizer_that_another_world_size_refuses():
-    def save(model, optimizer, folder):
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-        if optimizer is not None:
-            own = [state["momentum_buffer"].to_local() for state in optimizer.state.values()]
-            torch.save(own, folder / f"r{torch.distributed.get_rank()}.pt")
+    def refusing(model, optimizer, folder):
+        if optimizer is not None and torch.distributed.get_world_size() == 1:
+            raise ValueError("the optimizer was saved in another world")
+        from_torch(model, optimizer, folder)
 
-    def resume(model, optimizer, folder):
-        state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state["model"])
-        if optimizer is not None:
-            own = torch.load(folder / f"r{torch.distributed.get_rank()}.pt")
-            for parameter, value in zip(model.parameters(), own, strict=True):
-                if value.shape != parameter.to_local().shape:
-                    raise ValueError(f"the optimizer was saved in another world: {tuple(value.shape)}")
-                optimizer.state[parameter]["momentum_buffer"] = DTensor.from_local(
-                    value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-                )
-
-    def make_optimizer(parameters):
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-    def loader(fsdp):
-        return declared(fsdp, build(), save=save, resume=resume, optimizer=make_optimizer)
-
-    found = judged(loader, (ROUND_TRIP, RESHARDS, RESUME))
-    assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed", RESUME: "passed"}
-    assert [(one.tensor, one.ranks, one.actual.partition(": (")[0]) for one in found[RESHARDS].findings] == [
-        (
-            None,
-            (0,),
-            "loading the optimizer in a world of 1 raises ValueError in Subject(resume=...): the optimizer was saved "
-            "in another world",
-        )
+    found = judged(lambda fsdp: declared(fsdp, build(), save=for_torch, resume=refusing), (ROUND_TRIP, RESHARDS))
+    assert statuses(found) == {ROUND_TRIP: "passed", RESHARDS: "failed"}
+    raised = "ValueError in Subject(resume=...): the optimizer was saved in another world"
+    assert [(one.tensor, one.ranks, one.actual) for one in found[RESHARDS].findings] == [
+        (None, (0,), f"loading the optimizer in a world of 1 raises {raised}")
     ]
 
 
@@ -540,9 +459,8 @@ def whole_tensors(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {**get_model_state_dict(model, options=WHOLE), **momenta}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["loaded", "refused", "removed", "never saved over"])
-def test_files_that_a_larger_world_left_in_the_folder(how, size):
+def test_files_that_a_larger_world_left_in_the_folder(how):
     """Each rank saves its rows with the number of the first one, and resume() puts all files together."""
 
     def save(model, optimizer, folder):
@@ -572,9 +490,9 @@ def test_files_that_a_larger_world_left_in_the_folder(how, size):
                 own_state["momentum_buffer"] = whole[f"momentum of {name}"]
             set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
 
-    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING, size)
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume), SAVING)
     if how in ("loaded", "refused"):
-        over = f"in a world of {size // 2} that has saved over a checkpoint of a world of {size}"
+        over = "in a world of 1 that has saved over a checkpoint of a world of 2"
         actual = {finding.actual.partition(" raises ")[0] for finding in found[RESHARDS].findings}
         values = {f"different values {over}", f"different momentum_buffer {over}"}
         assert actual == (values if how == "loaded" else {f"loading the checkpoint {over}"})
@@ -598,22 +516,19 @@ def test_a_pickled_model_brings_its_mesh_along():
     }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_rank_may_pickle_whole_tensors(size):
-    whole = StateDictOptions(full_state_dict=True)
-
+def test_each_rank_may_pickle_whole_tensors():
     def save(model, optimizer, folder):
-        states = [get_model_state_dict(model, options=whole)]
-        states += [] if optimizer is None else [get_optimizer_state_dict(model, optimizer, options=whole)]
+        states = [get_model_state_dict(model, options=WHOLE)]
+        states += [] if optimizer is None else [get_optimizer_state_dict(model, optimizer, options=WHOLE)]
         torch.save(states, folder / f"{torch.distributed.get_rank()}.pt")
 
     def resume(model, optimizer, folder):
         states = torch.load(folder / f"{torch.distributed.get_rank()}.pt")
-        set_model_state_dict(model, states[0], options=whole)
+        set_model_state_dict(model, states[0], options=WHOLE)
         if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, states[1], options=whole)
+            set_optimizer_state_dict(model, optimizer, states[1], options=WHOLE)
 
-    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume, optimizer=adam), SAVING, size)
+    found = judged(lambda fsdp: declared(fsdp, build(), save=save, resume=resume, optimizer=adam), SAVING)
     assert statuses(found) == dict.fromkeys(SAVING, "passed")
 
 
@@ -749,45 +664,20 @@ def test_a_second_save_that_raises():
     assert "raised FileExistsError in Subject(save=...): step_1" in found[AGAIN].reason
 
 
-@pytest.mark.parametrize("lr", [0.0, 0.1])
-def test_a_second_save_is_judged_where_training_has_changed_something(lr):
-    found = judged(lambda fsdp: declared(fsdp, build(), optimizer=partial(plain, lr=lr)), [AGAIN])[AGAIN]
+def test_a_second_save_is_not_judged_where_training_has_changed_nothing():
+    found = judged(lambda fsdp: declared(fsdp, build(), optimizer=partial(plain, lr=0.0)), [AGAIN])[AGAIN]
     unchanged = "training changed nothing between the two saves, so they cannot be distinguished"
-    assert (found.status, found.reason) == (("passed", "") if lr else ("skipped", unchanged))
-
-
-def test_a_second_save_that_keeps_one_tensor_of_the_first():
-    """As an asynchronous save does whose staging memory is reused on one rank only."""
-
-    def save(model, optimizer, folder):
-        state = get_model_state_dict(model)
-        if torch.distributed.get_rank() == 1:
-            kept = vars(model).setdefault("kept", state["0.weight"].detach().clone())
-            state["0.weight"] = kept
-        dcp.save(state, checkpoint_id=folder)
-
-    found = judged(
-        lambda fsdp: declared(fsdp, build(), save=save, resume=from_torch, optimizer=plain), [ROUND_TRIP, AGAIN]
-    )
-    assert found[ROUND_TRIP].status == "passed"
-    (finding,) = found[AGAIN].findings
-    assert (finding.tensor, finding.ranks) == ("0.weight", (1,))
-    assert finding.actual == "the second save has the values of the first"
-
-
-def with_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    return state if optimizer is None else {**state, "optimizer": get_optimizer_state_dict(model, optimizer)}
+    assert (found.status, found.reason) == ("skipped", unchanged)
 
 
 def save_all(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    dcp.save(with_optimizer(model, optimizer), checkpoint_id=folder)
+    dcp.save(torch_states(model, optimizer), checkpoint_id=folder)
 
 
 def resume_what_is_there(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
     """Find nothing wrong with a checkpoint that lacks the optimizer or some tensor."""
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = with_optimizer(model, optimizer)
+    state = torch_states(model, optimizer)
     has_optimizer = any(key.startswith("optimizer.") for key in saved)
     if not has_optimizer:
         state.pop("optimizer", None)
@@ -815,12 +705,12 @@ def scaled() -> nn.Sequential:
     return nn.Sequential(Scaled(shared), Scaled(shared))
 
 
-def odd(fsdp: Rank) -> Subject:
-    model = build_odd()
+def counted(fsdp: Rank) -> Subject:
+    model = build_counted()
     for module in model[:2]:
         fully_shard(module, mesh=fsdp.mesh)
     # Nobody reduces the gradients of parameters that are not sharded, so every rank gets every row.
-    return Subject(model, reference=build_odd, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
+    return Subject(model, reference=build_counted, batch=batch, loss=loss, unsharded="2.*", data_parallel=(0, 1))
 
 
 def resume_once(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
@@ -844,8 +734,7 @@ def idle_with_built_adam(fsdp: Rank, stepped: bool = False, **fields: Any) -> Su
 RIGHT: dict[str, Callable[[Rank], Subject]] = {
     "complete": lambda fsdp: declared(fsdp, build()),
     "a module that all layers share": lambda fsdp: declared(fsdp, scaled(), scaled),
-    "odd tensors and extra state": odd,
-    "frozen parameters": frozen_first,
+    "extra state": counted,
     "no gradient and our optimizer": lambda fsdp: declared(fsdp, idle(), idle),
     "no gradient and an own optimizer": lambda fsdp: declared(fsdp, idle(), idle, optimizer=adam),
     "no gradient and a built optimizer": idle_with_built_adam,
@@ -857,15 +746,15 @@ RIGHT: dict[str, Callable[[Rank], Subject]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [("complete", 1), *((name, 2) for name in RIGHT)])
-def test_a_right_subject_passes_all_checks(name, size):
-    found = judged(RIGHT[name], size=size)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_subject_passes_all_checks(name):
+    found = judged(RIGHT[name])
     assert {id: (one.status, one.reason) for id, one in found.items()} == dict.fromkeys(ALL, ("passed", ""))
 
 
 def test_a_state_that_was_never_saved_is_explained():
     def resume(model, optimizer, folder):
-        dcp.load(state := with_optimizer(model, optimizer), checkpoint_id=folder)
+        dcp.load(state := torch_states(model, optimizer), checkpoint_id=folder)
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -883,18 +772,14 @@ def test_a_state_that_was_never_saved_is_explained():
     )
 
 
-@pytest.mark.parametrize("built", [False, True])
-@pytest.mark.parametrize("how", ["left out", "zeroed", "groups"])
-def test_a_second_save_without_the_current_optimizer(how, built):
+@pytest.mark.parametrize("how", ["left out", "groups"])
+def test_a_second_save_without_the_current_optimizer(how):
     def save(model, optimizer, folder):
-        state, first = with_optimizer(model, optimizer), vars(model).setdefault("first", {})
+        state, first = torch_states(model, optimizer), vars(model).setdefault("first", {})
         if optimizer is not None:
             first.setdefault("groups", copy.deepcopy(state["optimizer"]["param_groups"]))
         if folder.name == "again" and how == "left out":
             state.pop("optimizer")
-        elif folder.name == "again" and how == "zeroed":
-            for own_state in state["optimizer"]["state"].values():
-                own_state["exp_avg"] = torch.zeros_like(own_state["exp_avg"])
         elif folder.name == "again":
             state["optimizer"]["param_groups"] = first["groups"]
         dcp.save(state, checkpoint_id=folder)
@@ -907,51 +792,14 @@ def test_a_second_save_without_the_current_optimizer(how, built):
         optimizer.register_step_post_hook(halve)
         return optimizer
 
-    def loader(fsdp):
-        found = declared(fsdp, build(), save=save, resume=resume_what_is_there)
-        return replace(found, optimizer=halving(found.model.parameters()) if built else halving)
-
-    found = judged(loader, [ROUND_TRIP, OPTIMIZER, AGAIN])
+    fields = {"save": save, "resume": resume_what_is_there, "optimizer": halving}
+    found = judged(lambda fsdp: declared(fsdp, build(), **fields), [ROUND_TRIP, OPTIMIZER, AGAIN])
     assert (found[ROUND_TRIP].status, found[OPTIMIZER].status) == ("passed", "passed"), found[OPTIMIZER]
-    actual = {finding.actual for finding in found[AGAIN].findings}
+    [lost] = {finding.actual for finding in found[AGAIN].findings if how == "groups" or finding.tensor}
     if how == "groups":
-        [group] = actual
-        assert group.startswith("the second save has lr=")
-        assert group.endswith(" of the first in the optimizer's group 0")
-    elif how == "zeroed":
-        assert actual == {"different exp_avg after loading the second save"}
+        assert lost.startswith("the second save has lr=")
     else:
-        [missing] = {text for text in actual if "lr=" not in text}
-        assert missing == "different step, exp_avg, exp_avg_sq after loading the second save"
-
-
-def test_a_second_save_without_a_buffer_that_training_changes():
-    class Counting(nn.Linear):
-        def __init__(self, *sizes: int) -> None:
-            super().__init__(*sizes)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, input: Tensor) -> Tensor:
-            self.seen += 1
-            return super().forward(input)
-
-    def counting() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(Counting(4, 4), nn.Linear(4, 2))
-
-    def save(model, optimizer, folder):
-        state = with_optimizer(model, optimizer)
-        if folder.name == "again":
-            state["model"].pop("0.seen")
-        dcp.save(state, checkpoint_id=folder)
-
-    found = judged(
-        lambda fsdp: declared(fsdp, counting(), counting, save=save, resume=resume_what_is_there), [ROUND_TRIP, AGAIN]
-    )
-    assert found[ROUND_TRIP].status == "passed"
-    (finding,) = found[AGAIN].findings
-    assert (finding.tensor, finding.ranks) == ("0.seen", (0, 1))
-    assert finding.actual == "not restored from the second save: loading does not change it"
+        assert lost == "different step, exp_avg, exp_avg_sq after loading the second save"
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error_in_resume():
@@ -1168,41 +1016,3 @@ def test_a_refused_state_dict_asks_for_what_is_not_declared():
         assert {id: reason.split("; declare ")[1] for id, reason in found.items()} == lacking
         if not lacking:
             assert {v.status for v in verdicts.values()} == {"passed"}
-
-
-def test_a_parameter_that_is_frozen_by_resuming_is_named():
-    def resume_and_freeze(model: nn.Module, optimizer: Any, folder: Path) -> None:
-        resume(model, optimizer, folder)
-        model[1].requires_grad_(False)
-
-    def loader(fsdp):
-        return declared(fsdp, build(), save=save, resume=resume_and_freeze)
-
-    found = judged(loader, (RESUME,))[RESUME].findings
-    assert sorted((f.tensor, f.ranks, f.actual, f.expected) for f in found) == [
-        (name, (0, 1), "frozen after loading", "trainable, as before saving") for name in ("1.bias", "1.weight")
-    ]
-
-
-def test_a_tie_that_resuming_breaks_is_named():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.second.weight = self.first.weight
-
-        def forward(self, input: Tensor) -> Tensor:
-            return self.second(self.first(input))
-
-    def resume_and_untie(model: Any, optimizer: Any, folder: Path) -> None:
-        resume(model, optimizer, folder)
-        model.second.weight = nn.Parameter(model.first.weight.detach().clone())
-
-    def loader(fsdp):
-        model = fully_shard(Tied(), mesh=fsdp.mesh)
-        return Subject(model, reference=Tied, batch=batch, loss=loss, save=save, resume=resume_and_untie)
-
-    (finding,) = judged(loader, (RESUME,))[RESUME].findings
-    assert (finding.tensor, finding.ranks) == ("second.weight", (0, 1))
-    assert finding.actual == "does not share storage with first.weight after loading"

@@ -12,13 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 
+from fixtures.forms_beside import torch_states
 from fixtures.forms_optimizers import WithModes
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.worlds import Rank
@@ -56,21 +55,16 @@ class ScheduleFree(torch.optim.Optimizer):
                     z.sub_(parameter.grad, alpha=lr)
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    found = {"model": get_model_state_dict(model)}
-    return found if optimizer is None else {**found, "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
 def save(model: nn.Module, optimizer: ScheduleFree | None, folder: Path, back: bool) -> None:
     if optimizer is not None:
         optimizer.switch(training=False)
-    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    dcp.save(torch_states(model, optimizer), checkpoint_id=folder)
     if optimizer is not None and back:
         optimizer.switch(training=True)
 
 
 def resume(model: nn.Module, optimizer: ScheduleFree | None, folder: Path) -> None:
-    found = states(model, optimizer)
+    found = torch_states(model, optimizer)
     dcp.load(found, checkpoint_id=folder)
     set_model_state_dict(model, found["model"])
     if optimizer is not None:
@@ -86,21 +80,16 @@ def load(fsdp: Rank, back: bool) -> Subject:
     return Subject(model, reference=build, batch=batch, loss=loss, optimizer=ScheduleFree, **saving)
 
 
-SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-
-
-@SIZES
-def test_a_model_that_save_moves_within_rounding_is_compared_with_what_is_left(size):
-    verdicts = judge_all(observe(partial(load, back=True), CHECKS, mesh={"dp_shard": size}), CHECKS)
+def test_a_model_that_save_moves_within_rounding_is_compared_with_what_is_left():
+    verdicts = judge_all(observe(partial(load, back=True), CHECKS), CHECKS)
     assert {id: found.status for id, found in verdicts.items()} == dict.fromkeys(CHECKS, "passed")
     reason = verdicts[ROUND_TRIP].reason
     assert reason.startswith("save() itself changes ")  # which ones depends on the rounding
     assert reason.endswith(" within rounding; compared with the values after it")
 
 
-@SIZES
-def test_a_model_that_save_leaves_averaged(size):
-    verdicts = judge_all(observe(partial(load, back=False), CHECKS, mesh={"dp_shard": size}), CHECKS)
+def test_a_model_that_save_leaves_averaged():
+    verdicts = judge_all(observe(partial(load, back=False), CHECKS), CHECKS)
     [finding, *_] = verdicts[ROUND_TRIP].findings
     assert (finding.tensor, finding.actual, finding.expected) == (
         "0.weight",
@@ -117,7 +106,7 @@ def load_with_modes(fsdp: Rank, save: Any) -> Subject:
 
 
 def save_in_train(model: nn.Module, optimizer: WithModes | None, folder: Path) -> None:
-    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    dcp.save(torch_states(model, optimizer), checkpoint_id=folder)
 
 
 def save_in_eval(model: nn.Module, optimizer: WithModes | None, folder: Path) -> None:
@@ -132,7 +121,7 @@ def resume_modes(model: nn.Module, optimizer: WithModes | None, folder: Path) ->
     if optimizer is not None:
         optimizer.train()  # torch steps a new optimizer, to give it a state
         optimizer.state.clear()
-    found = states(model, optimizer)
+    found = torch_states(model, optimizer)
     dcp.load(found, checkpoint_id=folder)
     set_model_state_dict(model, found["model"])
     if optimizer is not None:

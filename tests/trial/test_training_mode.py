@@ -106,13 +106,6 @@ def test_a_model_that_is_loaded_in_eval_is_put_into_train_once(partly):
     assert [bool(rank.draws) for rank in evidence.training_mode or ()] == [not partly] * 2
 
 
-def test_other_checks_do_not_notice_the_step():
-    checks = ("loss_parity", "resume_parity", "second_save_is_current", "dcp_round_trip", "optimizer_state_round_trip")
-    adam = {"optimizer": lambda parameters: torch.optim.AdamW(parameters)}
-    evidence = observed([*checks, FOLLOW], **adam)
-    assert {id: judged(evidence, id).status for id in (*checks, FOLLOW)} == dict.fromkeys((*checks, FOLLOW), "passed")
-
-
 def test_a_model_that_fails_in_training_mode_only():
     class Broken(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -146,12 +139,6 @@ def test_what_is_declared_decides(train_step):
     assert (nothing.status, nothing.reason) == ("skipped", "Subject(batch=...) is not declared")
 
 
-def test_a_step_that_never_steps():
-    found = judged(observed(train_step=lambda model, optimizer, batch: 0.0))
-    assert found.status == "error"
-    assert "Subject(train_step=...): it never stepped the optimizer in step 0" in found.reason
-
-
 def test_states_at_a_checkpoint_are_observed_if_the_author_saves():
     evidence = observed([RESUME])
     assert not any(rank.generators for rank in (*(evidence.continued or ()), *(evidence.resumed or ())))
@@ -175,17 +162,6 @@ class Noise(nn.Module):
 def build_noisy() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 2))
-
-
-def load_noisy(fsdp: Rank) -> Subject:
-    model = fully_shard(build_noisy(), mesh=fsdp.mesh)
-    return Subject(model, reference=build_noisy, batch=batch, loss=loss, train_step=plain_step)
-
-
-def test_a_training_that_is_compared_in_evaluation_leaves_the_modes_as_they_were():
-    evidence = observe(load_noisy, ["loss_parity", "resume_parity"])
-    assert "compared in eval()" in judged(evidence, "loss_parity").reason
-    assert judged(evidence, "resume_parity").status == "passed"
 
 
 def test_what_draws_in_training_and_has_no_loss_in_evaluation_is_not_compared():
@@ -292,31 +268,6 @@ def test_what_a_step_leaves_in_evaluation_shows_in_the_next(change, left):
     change(model)
     assert first.fallen()
     assert first.left(watched(model)) == left
-
-
-def validating(every: int) -> Any:
-    """Return a step that evaluates at the end of each ``every``-th call, and calls train() nowhere."""
-    calls = 0
-
-    def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        nonlocal calls
-        calls += 1
-        found = plain_step(model, optimizer, batch)
-        if calls % every == 0:
-            model.eval()
-            with torch.no_grad():
-                model(batch["input"])
-        return found
-
-    return step
-
-
-def test_an_evaluation_in_some_steps_shows_in_the_training():
-    evidence = observed(["modules_train"], partial(load, train_step=validating(every=2)))
-    assert {run.left for run in evidence.training} == {("",)}
-    found = judged(evidence, "modules_train")
-    expected = [(None, (0, 1), "is left in eval() by a step, and trains there in the next")]
-    assert [(f.tensor, f.ranks, f.actual) for f in found.findings] == expected
 
 
 def test_torch_does_not_warn_of_the_hooks_of_observers():

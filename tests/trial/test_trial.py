@@ -58,12 +58,6 @@ def observed(function: Callable[[Rank], Subject]) -> Evidence:
     return observe(function, wanted=OBSERVED)
 
 
-def test_declared_frozen_parameters_are_frozen_in_the_reference():
-    verdicts = judged(frozen_as_declared)
-    assert wrong(verdicts) == {}
-    assert {TRAINABLE, PARITY} <= set(verdicts)
-
-
 @pytest.mark.parametrize(
     ("freeze", "declared", "actual", "expected"),
     [(True, {}, "frozen", "trainable"), (False, {"frozen": "0.*"}, "trainable", "frozen, as declared")],
@@ -78,19 +72,10 @@ def test_parameters_that_are_not_frozen_as_declared_are_found(freeze, declared, 
 @pytest.mark.parametrize(
     ("text", "alone", "status"),
     [
-        ("no labels", True, "error"),
-        ("no labels", False, "error"),
-        ("element 0 of tensors does not require grad", False, "error"),
         ("the gradient of 0.weight is None", True, "error"),
         ("the gradient of 0.weight is None", False, "skipped"),
     ],
-    ids=[
-        "the reference raises",
-        "the ranks raise",
-        "it has a word",
-        "the reference names a tensor",
-        "it names a tensor",
-    ],
+    ids=["the reference names a tensor", "the ranks name a tensor"],
 )
 def test_an_exception_of_the_author_is_an_error_unless_it_names_a_tensor_of_a_finding(text, alone, status):
     def raising(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
@@ -124,13 +109,9 @@ def failing() -> nn.Module:
             {"frozen": {"0.*": "00.*"}},
             "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
         ),
-        (
-            {"frozen": {"0.*": "00.*"}, "verifier": build},
-            "Subject(frozen=...): the verifier has no tensor '00.weight' (for '0.weight'); the nearest is '0.weight'",
-        ),
         ({"frozen": "0.*", "verifier": failing}, "the verifier raised FileNotFoundError: verifier.safetensors"),
     ],
-    ids=["typo with the reference", "typo with a verifier", "a verifier that raises"],
+    ids=["a typo", "a verifier that raises"],
 )
 def test_a_wrong_verifier_affects_its_own_check_only(declared, reason):
     def loader(fsdp):
@@ -233,28 +214,8 @@ def test_errors_in_declared_functions_name_the_field(declared, reason):
     assert wrong(verdicts) == dict.fromkeys(TRAINED, ("error", reason))
 
 
-def decaying(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose two groups differ from the defaults and from each other."""
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.3}], lr=0.05)
-
-
-def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose learning rate a scheduler has already changed; the scheduler left its key as well."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.05)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
-    return optimizer
-
-
 def optimizer_of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model[0].parameters(), lr=0.5)
-
-
-def optimizer_of_replaced_parameters(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of parameters from before sharding, which the model no longer has."""
-    return torch.optim.SGD(build().parameters(), lr=0.5)
 
 
 class NeedsArgument(torch.optim.SGD):
@@ -282,18 +243,8 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
     return loader
 
 
-@pytest.mark.parametrize("make", [decaying, scheduled])
-def test_the_reference_trains_with_the_groups_of_a_built_optimizer(make):
-    evidence = observed(with_optimizer(make))
-    verdicts = judge_all(evidence, built_in().ids())
-    assert wrong(verdicts) == {}
-    assert verdicts[PARITY].status == "passed"
-    assert all(c.max_abs < 1e-6 for rank in evidence.training for c in rank.parameters)
-
-
-@pytest.mark.parametrize("make", [optimizer_of_one_layer, optimizer_of_replaced_parameters])
-def test_an_optimizer_without_the_live_parameters_is_found(make):
-    verdicts = judged(with_optimizer(make))
+def test_an_optimizer_without_the_live_parameters_is_found():
+    verdicts = judged(with_optimizer(optimizer_of_one_layer))
     wrong = {id: found.status for id, found in verdicts.items() if found.status in ("failed", "error")}
     assert wrong == {"optimizer_owns_parameters": "failed"}
     assert "which the findings of optimizer_owns_parameters explain" in verdicts[PARITY].reason
@@ -385,23 +336,6 @@ def test_odd_buffers_are_recorded_compared_and_restored():
     assert {verdicts[id].status for id in (PARITY, "buffers_equal_reference")} == {"passed"}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"large": torch.tensor([2**60])}, {"precise": torch.tensor([1e-301 + 2j, 3.0], dtype=torch.complex128)}],
-    ids=list,
-)
-def test_a_wrong_odd_buffer_is_found(wrong):
-    def loader(fsdp):
-        model = Odd()
-        for name, value in wrong.items():
-            setattr(model, name, value)
-        fully_shard(model, mesh=fsdp.mesh)
-        return Subject(model, reference=Odd)
-
-    found = judged(loader)["buffers_equal_reference"]
-    assert (found.status, [finding.tensor for finding in found.findings]) == ("failed", list(wrong))
-
-
 def build_marked() -> nn.Sequential:
     model = build()
     model[0].weight._whole = True
@@ -418,7 +352,7 @@ def keeping_attribute(attribute: str, mark: bool = False, **sources: Any) -> Cal
     return loader
 
 
-@pytest.mark.parametrize("declared", [{"mark": True}, {"reference": build_marked}, {"mark": True, "reference": build}])
+@pytest.mark.parametrize("declared", [{"reference": build_marked}, {"mark": True, "reference": build}])
 def test_an_attribute_of_any_parameter_is_accepted(declared):
     assert observed(keeping_attribute("_whole", **declared)).subject.kept_attributes == ("_whole",)
 
@@ -426,11 +360,10 @@ def test_an_attribute_of_any_parameter_is_accepted(declared):
 @pytest.mark.parametrize(
     ("declared", "where"),
     [
-        ({"mark": True}, "the model"),
         ({"mark": True, "reference": build_marked}, "the model or the reference"),
         ({"mark": True, "reference": "checkpoint"}, "the model"),
     ],
-    ids=["alone", "reference", "checkpoint"],
+    ids=["reference", "checkpoint"],
 )
 def test_an_attribute_that_no_parameter_has_is_an_error(tmp_path, declared, where):
     if declared.get("reference") == "checkpoint":
