@@ -93,7 +93,8 @@ class RecordWriter:
 
         self._finish(BUFFERS - 1)
         stored, metadata = _for_file(tensors)
-        copies, buffer = dict[str, Tensor](), self._buffers[0]
+        copies: dict[str, Tensor] = {}
+        buffer = self._buffers[0]
         for name, data in stored.items():
             key = name, data.shape, data.dtype
             copies[name] = buffer[key] = buffer[key].copy_(data) if key in buffer else data.clone()
