@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / ".github/workflows/ci.yml"
@@ -44,6 +47,14 @@ def run_command(command: list[str | Path], **options: Any) -> tuple[int, str]:
 
 def test_workflows_match_the_schema_of_github():
     assert run_command([TOOLS / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS])[0] == 0
+
+
+def test_a_workflow_that_does_not_match_the_schema_is_found(tmp_path):
+    broken = tmp_path / "ci.yml"
+    broken.write_text(CI.read_text().replace("timeout-minutes: 20", "timeout_minutes: 20"))
+    code, text = run_command([TOOLS / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", broken])
+    assert code
+    assert "timeout_minutes" in text
 
 
 def test_zizmor_finds_nothing_in_the_workflows():
@@ -237,3 +248,67 @@ def test_pytest_compares_if_there_is_a_previous_report(runner: Runner, before, g
     expected += ["--fsdp-require-gpu"] if gpu == "true" else []
     expected += [f"--fsdp-compare=TEMP/{folder}", "--fsdp-fail-on=any"] if before else []
     assert text == f"{expected} -m 'not slow'\n"
+
+
+LOADER = """
+@fsdp_conformance(only=["params_equal_reference", "requires_grad_matches_reference"])
+def test_it(fsdp):
+    subject = load(fsdp, reference=build)
+    with torch.no_grad():
+        subject.model.weight.to_local().add_({weight})
+    subject.model.bias.requires_grad_({grad})
+    return subject
+"""
+
+
+def night(runner: Runner, weight: int, grad: bool = True, **given: str) -> tuple[int, str]:
+    """Run the steps of the job from the tests on, with the reports that earlier nights left.
+
+    As the artifacts are downloaded, there is one of the previous night, and one of the last that passed.
+    """
+    text = TINY.format(folder=str(runner.folder)) + LOADER.format(weight=weight, grad=grad)
+    (runner.folder / "test_it.py").write_text(text)
+    before = runner.folder / "fsdp-before"
+    for name in ("previous", "passed"):
+        if (runner.folder / name).exists():
+            shutil.copytree(runner.folder / name, before / name)
+    inputs = {"TEST_PATH": "test_it.py", "WORLD_SIZE": "2", "FAIL_ON": "regression", "REQUIRE_GPU": "false"} | given
+    code, text = runner.run("Judge", **{"PYTEST_ADDOPTS": "-p no:cacheprovider", "COMPARE_WITH": "success"} | inputs)
+    assert runner.run("Show the summary")[0] == 0
+    for name in ("previous", "passed")[: 1 if code else 2]:
+        if (runner.folder / "fsdp-report").exists():
+            shutil.rmtree(runner.folder / name, ignore_errors=True)
+            shutil.copytree(runner.folder / "fsdp-report", runner.folder / name)
+    shutil.rmtree(before, ignore_errors=True)
+    return code, text
+
+
+@pytest.mark.nightly
+def test_nights_find_known_new_and_fixed_failures(runner: Runner):
+    code, output = night(runner, weight=1)
+    assert code == 1, output
+    assert "❌ fsdp conformance: 1 check failed, 1 passed" in runner.written("summary")
+    code, output = night(runner, weight=1)
+    assert code == 1, "as none passed, nothing is excused"
+    assert "no earlier run passed (1 read)" in output
+    code, output = night(runner, weight=1, COMPARE_WITH="completed")
+    assert code == 0, output
+    assert "1 known since" in runner.written("summary").replace("&#58;", ":")
+    code, output = night(runner, weight=1, grad=False)
+    assert code == 1, output
+    assert "1 new failure, 1 known since" in output
+    code, output = night(runner, weight=1, grad=False)
+    assert code == 1, "it stays red until it is fixed"
+    assert "1 new failure, 1 known since" in output
+    assert "test_it.py::test_it: broken since" in output
+    assert "the last run that passed (2 read)" in output
+    code, output = night(runner, weight=0)
+    assert code == 0, output
+    assert "1 fixed since" in output
+
+
+def test_missing_gpus_are_reported_in_one_line(runner: Runner):
+    code, output = night(runner, weight=0, REQUIRE_GPU="true", CUDA_VISIBLE_DEVICES="")
+    assert code
+    assert "--fsdp-require-gpu" in output
+    assert "Traceback" not in output

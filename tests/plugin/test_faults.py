@@ -26,8 +26,12 @@ WORD = "FSDP_FAULTS"
 FAULTS = """
 import ctypes
 import os
+import signal
 import subprocess
+import threading
+import time
 
+import pytest
 import torch.distributed as dist
 
 only = fsdp_conformance(only=["no_meta_params"], timeout=60)
@@ -70,35 +74,134 @@ def test_deadlock(fsdp):
         dist.all_reduce(torch.ones(2))
     fsdp.barrier()
     return load(fsdp)
+
+
+@only
+def test_leaves_things_behind(fsdp):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+    dist.new_group([0, 1], group_desc="left")
+    os.environ["LEFT"] = "behind"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device("meta")
+    torch.manual_seed(7)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    build.left = True
+    torch.set_default_device("cpu")
+    torch.set_default_dtype(torch.float32)
+    result = load(fsdp)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    return result
+
+
+@only
+def test_finds_nothing_of_it(fsdp):
+    assert [thread.name for thread in threading.enumerate() if "sleep" in str(thread)] == []
+    assert threading.active_count() < 6
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert "LEFT" not in os.environ
+    assert os.getcwd() != "/"
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device() == torch.device("cpu")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not hasattr(build, "left")
+    return load(fsdp)
 """
 
 
-def test_an_expected_failure_excuses_no_error(project: Project) -> None:
-    """Not even one that names a tensor of its findings."""
-    project.loaders(
-        """
-        def raising(model, batch):
-            if torch.distributed.get_world_size() > 1:
-                raise ValueError("the gradient of weight is None")
-            return model(**batch).mean()
+EXPECTING = """
+import os
+import signal
+import time
 
-        @fsdp_conformance(
-            only=["requires_grad_matches_reference", "loss_parity"], xfail={"requires_grad_matches_reference": "known"}
-        )
-        def test_x(fsdp):
-            model = build()
-            model.weight.requires_grad_(False)
-            fully_shard(model, mesh=fsdp.mesh)
-            return Subject(model, reference=build, batch=lambda step: {"input": torch.ones(8, 4)}, loss=raising)
-        """
-    )
+CHECKS = [
+    "names_match_reference", "dtypes_match_reference", "requires_grad_matches_reference", "loss_parity",
+    "dcp_round_trip",
+]
+
+
+def batch(step): return {"input": torch.ones(8, 4) + step}
+def loss(model, batch): return model(**batch).square().mean()
+
+
+def on_rank_1(act):
+    if torch.distributed.get_rank() == 1:
+        act()
+    torch.distributed.barrier()
+
+
+def odd():
+    # A finding of each of the three checks, which are expected to fail.
+    model = build()
+    model.bias.requires_grad_(False)
+    model.register_buffer("more", torch.ones(1))
+    model.register_buffer("other", torch.ones(1, dtype=torch.float64))
+    return model
+
+
+def reference():
+    model = build()
+    model.register_buffer("other", torch.ones(1))
+    return model
+
+
+def stepping(fsdp, act, model=None):
+    def train_step(model, optimizer, batch):
+        act()
+        return plain(model, optimizer, batch)
+    return saving(fsdp, model, train_step=train_step)
+
+
+def plain(model, optimizer, batch):
+    optimizer.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    optimizer.step()
+    return value
+
+
+def saving(fsdp, model=None, **declared):
+    model = model or odd()
+    fully_shard(model, mesh=fsdp.mesh)
+    return Subject(model, reference=reference, batch=batch, loss=loss, **declared)
+
+
+def fail(error): raise error
+"""
+CRASHES = {
+    "hang": ("stepping(fsdp, lambda: on_rank_1(lambda: time.sleep(1000)))", "rank 1 hung in "),
+    "kill": ("stepping(fsdp, lambda: on_rank_1(lambda: os.kill(os.getpid(), 9)))", "rank 1 was killed by SIGKILL"),
+    "exit": ("stepping(fsdp, lambda: os._exit(0))", "ranks 0, 1 exited with code 0"),
+    "attribute": ("stepping(fsdp, lambda: build().wieght)", "ranks 0, 1 raised AttributeError in Subject(train_step"),
+    "gradient": (
+        "stepping(fsdp, lambda: fail(RuntimeError('disk quota, upgrade required: no gradient')))",
+        "ranks 0, 1 raised RuntimeError in Subject(train_step",
+    ),
+    "save": (
+        "saving(fsdp, save=lambda *given: fail(KeyError('dtype')), resume=lambda *given: None)",
+        "ranks 0, 1 raised KeyError in Subject(save",
+    ),
+    "dtype": ("stepping(fsdp, lambda: None, odd().double())", "ranks 0, 1 raised RuntimeError in Subject(train_step"),
+}
+"""What a loader does -> the error that no check explains, because those that fail are expected to."""
+
+
+def test_an_expected_failure_excuses_no_crash(project: Project) -> None:
+    loader = """
+
+@fsdp_conformance(only=CHECKS, xfail=dict.fromkeys(CHECKS[:3], "known"), timeout=8)
+def test_{}(fsdp): return {}
+"""
+    project.loaders(EXPECTING + "".join(loader.format(name, text) for name, (text, _) in CRASHES.items()))
     result = project.run("-v")
-    assert outcomes(result) == {
-        "test_x[requires_grad_matches_reference]": "xfail",
-        "test_x[loss_parity]": "error",
-    }
-    raised = "test_x: ranks 0, 1 raised ValueError in Subject(loss=...): the gradient of weight is None"
-    assert story(result, "test_x")[0] == raised
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    found = outcomes(result)
+    for name, (_, summary) in CRASHES.items():
+        check = "dcp_round_trip" if name == "save" else "loss_parity"
+        assert found[f"test_{name}[{check}]"] in ("error", "same error"), name
+        assert story(result, f"test_{name}")[0].startswith(f"test_{name}: {summary}")
 
 
 @pytest.fixture
@@ -117,7 +220,6 @@ def test_faults_are_reported_and_the_next_loader_passes(
     healthy = "\n\n@only\ndef test_healthy_{}(fsdp): return load(fsdp)\n"
     parts = FAULTS.split("\n\n@only\ndef ")
     text = parts[0] + "".join(healthy.format(n) + "\n\n@only\ndef " + part for n, part in enumerate(parts[1:]))
-    text += healthy.format("last")
     result = project.run("-v", project.loaders(text).name)
     results = {name.partition("[")[0]: outcome for name, outcome in outcomes(result).items()}
     summaries = {

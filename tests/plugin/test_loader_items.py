@@ -297,3 +297,27 @@ def test_import_modes(project: Project, mode: str) -> None:
     other = "loose" if mode == "importlib" else "other"
     project.loaders(text.format(imported="", local=""), f"two/test_{other}.py")
     project.run(f"--import-mode={mode}").assert_outcomes(passed=3)
+
+
+def test_last_failed_and_first_failure(project: Project) -> None:
+    project.loaders(
+        """
+        @fsdp_conformance(only=["no_meta_params", "no_meta_buffers", "no_uninitialized_memory"])
+        def test_x(fsdp):
+            if fsdp.rank == 0:
+                note("load")
+            with torch.device("meta"):
+                return build()
+
+        @fsdp_conformance(only=["no_meta_params"])
+        def test_y(fsdp):
+            note("y")
+            return load(fsdp)
+        """
+    )
+    first = project.run("-x", "-p", "cacheprovider")
+    first.assert_outcomes(failed=1)
+    again = project.run("--lf", "-p", "cacheprovider", "-rA")
+    again.assert_outcomes(failed=1)
+    assert "FAILED test_it.py::test_x[no_meta_params]" in again.stdout.str()
+    assert project.notes == ["load", "load"]

@@ -513,3 +513,16 @@ def test_the_report_is_written_before_an_ordinary_test(project: Project) -> None
     report = written(project)
     assert (report.complete, report.exit_status) == (False, None)
     assert offered(report.loaders[0]) == {"no_meta_params": ("passed", "")}
+
+
+def test_the_report_is_the_same_under_xdist(project: Project) -> None:
+    project.loaders(LOADERS)
+    project.run("--fsdp-report=alone")
+    project.run("--fsdp-report=shared", "-n2")
+    alone, shared = by_name(written(project, "alone")), by_name(written(project, "shared"))
+    assert {name: offered(loader) for name, loader in alone.items()} == {
+        name: offered(loader) for name, loader in shared.items()
+    }
+    assert {name: loader.summary and loader.summary.tensors for name, loader in alone.items()} == {
+        name: loader.summary and loader.summary.tensors for name, loader in shared.items()
+    }
