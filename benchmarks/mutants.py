@@ -25,7 +25,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE, COPY = "pytest_fsdp_meta", ROOT / "build" / "mutants"
 CHOSEN = Path(__file__).with_suffix(".json")
 STAGES: Mapping[str, Sequence[str]] = {
-    "judges": ("tests/checks", "conformance/test_defects.py", "tests/trial", "tests/reports tests/plugin"),
+    "judges": (
+        "tests/checks conformance/test_recorded.py",
+        "conformance/test_defects.py",
+        "tests/trial",
+        "tests/reports tests/plugin",
+    ),
     "observers": ("tests/ranks", "conformance/test_defects.py", "tests/trial", "conformance"),
     "trial": ("tests/trial", "conformance/test_defects.py", "conformance tests/plugin"),
     "worlds": ("tests/worlds", "tests/plugin", "tests/trial"),
