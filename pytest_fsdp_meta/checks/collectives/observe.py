@@ -223,7 +223,9 @@ class Recorder:
 
 def varies(tensor: Tensor) -> bool:
     """Return whether the elements differ; torch.unique() does not take each dtype, bytes do."""
-    elements = tensor.reshape(-1).view(torch.uint8).unflatten(0, (tensor.numel(), -1)) if tensor.numel() else tensor
+    if not tensor.numel():
+        return False
+    elements = tensor.reshape(-1).contiguous().view(torch.uint8).unflatten(0, (tensor.numel(), -1))
     return bool((elements != elements[:1]).any())
 
 
