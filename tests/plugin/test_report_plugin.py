@@ -210,11 +210,8 @@ def test_each_worker_has_its_own_record_with_dist_each(project: Project) -> None
         """
     )
     project.run("-n2", "--dist=each", "--fsdp-report=out").assert_outcomes(passed=1, failed=1)
-    loaders = by_name(written(project))
-    found = {name: offered(one)["no_meta_buffers"][0] for name, one in loaders.items()}
+    found = {name: offered(one)["no_meta_buffers"][0] for name, one in by_name(written(project)).items()}
     assert found == {"test_it.py::test_x on gw0": "passed", "test_it.py::test_x on gw1": "failed"}
-    sent = [{tensor.name for tensor in one.summary.tensors} for one in loaders.values() if one.summary]
-    assert sent == [{"weight", "bias"}, {"weight", "bias", "table"}]
 
 
 def test_a_failed_collection_replaces_the_earlier_report(project: Project) -> None:
