@@ -130,7 +130,7 @@ def test_no_line_with_live_output_or_on_a_worker(
     project.loaders(SLOW)
     output = run_in_terminal(args).read().decode()
     assert "1 passed" in output
-    assert "2 ranks" not in output
+    assert "2 ranks:" not in output
 
 
 @pytest.mark.nightly
@@ -138,7 +138,7 @@ def test_no_line_in_a_log(project: Project) -> None:
     project.loaders(SLOW)
     result = project.run()
     result.assert_outcomes(passed=1)
-    assert "2 ranks" not in result.stdout.str()
+    assert "2 ranks:" not in result.stdout.str()
     assert "\x1b" not in result.stdout.str()
 
 
