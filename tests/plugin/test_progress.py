@@ -196,11 +196,19 @@ def test_doing_outside_of_a_world_does_nothing() -> None:
 
 
 def test_the_line_says_what_is_imported(project: Project, run_in_terminal: Callable[..., Any]) -> None:
-    """The package sleeps in the fork server alone, as long as the line takes to appear and to be seen."""
-    project.write("slowly/__init__.py", "import os, time\nif 'pytest' not in __import__('sys').argv[0]: time.sleep(6)")
+    """The package waits in the fork server alone, until the line was seen."""
+    seen = project.path / "seen"
+    project.write(
+        "slowly/__init__.py",
+        f"""
+        import pathlib, sys, time
+        while "pytest" not in sys.argv[0] and not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.1)
+        """,
+    )
     project.loaders(f"import slowly\n{SLOW.replace('sleep(4)', 'sleep(0)')}")
     child = run_in_terminal()
     child.expect(r"  2 ranks: importing test_it \(slowly\), \d+ s\x1b\[K")
+    seen.touch()
     assert "1 passed" in child.read().decode()
     assert child.wait() == 0
 
