@@ -60,9 +60,7 @@ def from_plain(kind: type[T], data: Any) -> T:
     return value
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _parse(kind: Any, data: Any, path: str) -> Any:

@@ -9,7 +9,6 @@ from pytest_fsdp_meta.evidence import Comparison, Measure, TensorFacts
 from pytest_fsdp_meta.judging.expectations import is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, either
 from pytest_fsdp_meta.judging.multiples import multiple
-from pytest_fsdp_meta.text import grouped
 
 Cases = Sequence[tuple[int, Comparison]]
 """Comparisons of one tensor, each with its rank."""
@@ -21,7 +20,11 @@ ROUNDING = {
 
 def by_label(cases: Cases, label: Callable[[Measure], str]) -> dict[str, list[tuple[int, Comparison]]]:
     """Group cases that all have a measure by the label of their measure, such as a common factor."""
-    return grouped((label(c.measure), (rank, c)) for rank, c in cases if c.measure is not None)
+    groups: dict[str, list[tuple[int, Comparison]]] = {}
+    for rank, comparison in cases:
+        assert comparison.measure is not None
+        groups.setdefault(label(comparison.measure), []).append((rank, comparison))
+    return groups
 
 
 def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:

@@ -32,11 +32,8 @@ class PluginSession:
         """The plugins whose checks are in the catalogue."""
         self.usage_problems: list[tuple[str, str]] = []
         """Node id -> invalid argument of its marker."""
-        config.add_cleanup(self._close)
-
-    def _close(self) -> None:
-        self.worlds.close()
-        self.engine.close()
+        config.add_cleanup(self.engine.close)
+        config.add_cleanup(self.worlds.close)  # the last is called first
 
     def start(self) -> None:
         """Read the checks, also those of conftest files."""

@@ -170,7 +170,7 @@ class Recorder:
         """Return the digests of tensors of this shape; one of a single repeated value proves nothing."""
         pieces = [piece for ref in self._cut if (piece := ref()) is not None and piece is not output]
         alike = [piece for piece in pieces if piece.shape == output.shape and piece.dtype == output.dtype]
-        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and varies(piece))
+        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and _varies(piece))
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
@@ -215,13 +215,13 @@ class Recorder:
         for tensor in inputs:
             alike = (tensor.numel(), tensor.dtype)
             candidates = [name for name, own in held.items() if (own.numel(), own.dtype) == alike]
-            if candidates and varies(tensor):
+            if candidates and _varies(tensor):
                 bits = digest(tensor)
                 names += [name for name in candidates if digest(local_part(self.known[name])) == bits]
         return tuple(dict.fromkeys(names))
 
 
-def varies(tensor: Tensor) -> bool:
+def _varies(tensor: Tensor) -> bool:
     """Return whether the elements differ; torch.unique() does not take each dtype, bytes do."""
     if not tensor.numel():
         return False

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.checks.collectives.observe import varies
 from pytest_fsdp_meta.checks.materialisation.observe import LEFT_BY_LOADER
 from pytest_fsdp_meta.checks.random_numbers.facts import OWN_GENERATOR, Draw, RandomState
 from pytest_fsdp_meta.loader.subject import Subject
@@ -147,7 +146,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
 
         Constants, such as the probability of each element or the ones that a mask is made of, do not.
         """
-        return [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and varies(t)]
+        return [t for t in taken if t.is_floating_point() and _address(t) not in self._unapplied and _varies(t)]
 
     def _apply(self, number: int, operand: str, out: Any) -> None:
         """Note what the numbers of a draw are applied to; without an operand, that follows with what ``out`` is for."""
@@ -198,6 +197,11 @@ def _repeats_over_rows(drawn: torch.Size, operand: torch.Size) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
+
+
+def _varies(tensor: Tensor) -> bool:
+    values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch does not compare float8
+    return bool(values.numel() > 1 and (values != values.flatten()[0]).any())
 
 
 @contextmanager

@@ -145,17 +145,13 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_size(size) and size >= 0 for size in value)
-
-
 def _is_run(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(map(_is_size, value))
 
 
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("local", lambda value: isinstance(value, Tensor), "a tensor"),
-    ("shape", _is_shape, "a tuple of sizes: (4, 8)"),
+    ("shape", lambda v: isinstance(v, tuple) and all(_is_size(n) and n >= 0 for n in v), "a tuple of sizes: (4, 8)"),
     ("flat", lambda value: isinstance(value, bool), "True or False"),
     (
         "regions",

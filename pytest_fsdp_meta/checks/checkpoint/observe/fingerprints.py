@@ -32,7 +32,8 @@ def fingerprint(value: Any) -> Fingerprint:
         return Fingerprint("on meta", None, dtype, shape)
     if local.ndim or local.is_quantized:
         return Fingerprint(digest(local), None, dtype, shape)
-    return Fingerprint(repr(local.item()), _number(local.item()), dtype, shape)
+    number = local.item()
+    return Fingerprint(repr(number), _number(number), dtype, shape)
 
 
 def _number(value: Any) -> float | None:
