@@ -97,6 +97,25 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(architecture, mes
     assert simulated.simulation[0].step is not None
 
 
+def load_with_pictures(fsdp, path, size):
+    def loss(model, batch):
+        return batch["pictures"].mean() + model(**few_tokens(0)).loss
+
+    return replace(load_conforming(fsdp, path), loss=loss, batch=lambda step: {"pictures": torch.ones(16, size)})
+
+
+@pytest.mark.slow
+def test_a_simulated_rank_holds_no_rows_of_others(loader_judge, checkpoint):
+    """A row of pictures takes megabytes, and a view of the batch holds those of all ranks."""
+
+    def peak(size):
+        observe = partial(loader_judge.observe, mesh=SIXTEEN, checks=["memory_falls_with_ranks"], simulated=True)
+        step = observe(partial(load_with_pictures, size=size), path=checkpoint("llama")).simulation[0].step
+        return {peak.phase: peak.nbytes for peak in step.peaks}[FORWARD]
+
+    assert peak(1_000_001) - peak(1) == 4_000_000
+
+
 def parameter_bytes(inventory):
     distinct = {tensor.identity: tensor for tensor in inventory.tensors if tensor.kind == "parameter"}
     return sum(tensor.numel * tensor.width for tensor in distinct.values())

@@ -112,10 +112,6 @@ def _path(value: Any) -> list[str]:
     return [os.fspath(value)] if _is_path(value) else []
 
 
-def _has_weights(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors"))
-
-
 def _is_callable(value: object) -> bool:
     return value is None or callable(value)
 
@@ -188,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         for holds, problem in (
             (os.path.exists, "{shown} does not exist; give a directory that holds *.safetensors files"),
             (os.path.isdir, "{shown} is a file; give a directory that holds *.safetensors files"),
-            (_has_weights, "{shown} is not a directory that holds *.safetensors files"),
+            (lambda p: any(Path(p).glob("*.safetensors")), "{shown} is not a directory that holds *.safetensors files"),
         )
     ),
     (

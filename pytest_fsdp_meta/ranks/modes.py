@@ -73,13 +73,15 @@ def _is_frozen(module: Module) -> bool:
 
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Put the model into ``eval()``, and give ``train()`` of any module no effect; restore all modes at the end."""
+    """Put the model into ``eval()``, and give ``train()`` of its modules no effect; restore all modes at the end."""
+    own, train = {id(module) for module in model.modules()}, Module.train
     with ExitStack() as stack:
         # What trains on from here, as after a checkpoint, is in the author's modes again.
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
-        _patch(stack, Module, "train", lambda module, mode=True: module)
+        # A second model, such as a teacher that the loss builds, has its own modes.
+        _patch(stack, Module, "train", lambda module, mode=True: module if id(module) in own else train(module, mode))
         yield
 
 

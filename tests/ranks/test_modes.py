@@ -153,9 +153,9 @@ def test_synchronised_statistics_stay_as_they_are_on_the_cpu():
 
 
 def test_train_has_no_effect_in_evaluation():
-    model = nn.Sequential(nn.Dropout(0.5))
+    model, second = nn.Sequential(nn.Dropout(0.5)), nn.Dropout().eval()
     with evaluating(model):
-        assert not model.train().training
+        assert (second.train().training, model.train().training) == (True, False)
     assert model.train()[0].training
 
 

@@ -271,9 +271,9 @@ def materialise(model: Module) -> dict[int, Parameter]:
 
 
 def _own_rows(batch: Mapping[str, Any], shares: int, rows: Mapping[str, int]) -> dict[str, Any]:
-    """Return as many rows as a rank gets; which ones does not matter without values."""
+    """Return as many rows as a rank gets; which ones does not matter without values. A view would hold them all."""
     return {
-        key: value[: rows.get(key) or max(1, len(value) // shares)] if _has_rows(value) else value
+        key: value[: rows.get(key) or max(1, len(value) // shares)].clone() if _has_rows(value) else value
         for key, value in batch.items()
     }
 
