@@ -87,7 +87,10 @@ def fold_names(names: Iterable[str]) -> dict[str, str]:
 def _fold(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> list[tuple[str, str]]:
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     if prod(map(len, columns)) == len(numbers):  # distinct, so they are all combinations
-        return [(_join(texts, [_braced(column) for column in columns]), _join(texts, map(str, numbers[0])))]
+        braced = (
+            "{" + ",".join(_runs(column, "..")) + "}" if len(column) > 1 else str(column[0]) for column in columns
+        )
+        return [(_join(texts, braced), _join(texts, map(str, numbers[0])))]
     # An incomplete set varies in two or more columns; split by the first of them, the parts may be complete.
     vary = next(index for index, column in enumerate(columns) if len(column) > 1)
     parts = [[row for row in numbers if row[vary] == value] for value in columns[vary]]
@@ -96,10 +99,6 @@ def _fold(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> list[tuple[
 
 def _join(texts: Sequence[str], numbers: Iterable[str]) -> str:
     return "".join(text + number for text, number in zip(texts, (*numbers, ""), strict=True))
-
-
-def _braced(column: list[int]) -> str:
-    return str(column[0]) if len(column) == 1 else "{" + ",".join(_runs(column, "..")) + "}"
 
 
 def _runs(ordered: Sequence[int], joint: str) -> list[str]:

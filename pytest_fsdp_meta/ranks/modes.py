@@ -80,7 +80,6 @@ def evaluating(model: Module) -> Iterator[None]:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
-        # A second model, such as a teacher that the loss builds, has its own modes.
         _patch(stack, Module, "train", lambda module, mode=True: module if id(module) in own else train(module, mode))
         yield
 

@@ -1,11 +1,8 @@
-"""grad_parity lists what departs in the order of the backward, and says what still agrees: on hand-made evidence."""
+"""grad_parity lists what departs in the order of the backward: on hand-made evidence."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import pytest
 
 from pytest_fsdp_meta.evidence import Evidence
 from tests.checks.evidence_factory import healthy, remeasured, verdict, with_reference
@@ -23,10 +20,6 @@ def evidence_of(*departing: str, used: tuple[str, ...] = FORWARD) -> Evidence:
     return with_reference(evidence, used=used)
 
 
-def origins(evidence: Evidence) -> set[str]:
-    return {finding.origin for finding in verdict(PARITY, evidence).findings}
-
-
 def names(evidence: Evidence) -> list[str | None]:
     return [finding.tensor for finding in verdict(PARITY, evidence).findings]
 
@@ -39,38 +32,6 @@ def test_findings_are_in_the_order_of_the_backward():
 def test_without_the_order_of_use_that_of_registration_is_reversed():
     evidence = evidence_of("embed.weight", "head.weight", "layers.0.mlp.weight", used=())
     assert names(evidence) == ["layers.0.mlp.weight", "head.weight", "embed.weight"]  # registered by name
-
-
-def test_what_still_agrees_is_named_beside_what_departs():
-    wrong = ("layers.1.attn.k.weight", "layers.1.attn.v.weight", "layers.0.mlp.weight", *ATTENTION[:4], "embed.weight")
-    assert origins(evidence_of(*wrong)) == {
-        "the backward reaches layers.1.attn.v.weight first, layers.1.attn.o.weight agrees"
-    }
-    assert origins(evidence_of("head.weight")) == {"the backward reaches head.weight first, layers.1.mlp.weight agrees"}
-
-
-K = "layers.0.attn.k.weight"
-ODD = f"the backward reaches {K} first, layers.0.attn.q.weight agrees"
-ALONE = healthy(1, parameters=dict.fromkeys(FORWARD, (4, 4)))
-ZERO = dict.fromkeys(FORWARD, 1.0) | {"layers.0.attn.o.weight": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("evidence", "origin"),
-    [
-        (evidence_of(*FORWARD), ""),
-        (with_reference(evidence_of(K), gradients=ZERO), ODD),
-        (remeasured(evidence_of(), K, apart=math.inf, ranks=[1]), ODD),
-        (with_reference(remeasured(ALONE, K, apart=1.0), used=FORWARD), ODD),
-    ],
-    ids=["every gradient departs", "zeros agree with nothing", "one odd rank", "a world of one"],
-)
-def test_the_boundary_of_gradients_that_depart(evidence, origin):
-    assert origins(evidence) == {origin}
-
-
-def test_right_gradients_have_no_boundary():
-    assert verdict(PARITY, evidence_of()).status == "passed"
 
 
 def test_the_order_is_that_of_the_reference_and_not_of_the_ranks():

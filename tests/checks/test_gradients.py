@@ -273,17 +273,6 @@ def test_parameters_that_were_added_after_sharding():
     assert {finding.cause for finding in verdict(PARITY, added).findings} == {IGNORED[0]}
 
 
-@pytest.mark.parametrize(("names", "enters"), [([MIDDLE], True), (PARAMETERS, False)])
-def test_a_part_of_the_loss_that_enters_after_gradients_that_agree(names, enters):
-    """NVIDIA-NeMo/Automodel#1408: an auxiliary loss that nothing backpropagates."""
-    evidence = declare(healthy(), declared=healthy().subject.declared | {"train_step"})
-    for name in names:
-        evidence = evidence if name == FROZEN else remeasured(evidence, name, 1.0, 0.5)
-    causes = [finding.cause for finding in verdict(PARITY, evidence).findings]
-    assert causes
-    assert all(cause.startswith("the loss and the gradients that the backward reaches") is enters for cause in causes)
-
-
 @pytest.mark.parametrize(
     "evidence",
     [

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts, RankTraining
+from pytest_fsdp_meta.checks.training.facts import RankTrainingMode
+from pytest_fsdp_meta.evidence import Evidence, Movement, OptimizerFacts, RankInventory, RankTraining
 from tests.checks.evidence_factory import (
     EMBEDDING,
     FROZEN,
     HEAD,
     MIDDLE,
+    add,
+    buffer,
     change,
     change_reference,
     declare,
@@ -151,6 +154,38 @@ def test_a_moving_average_that_also_changes_in_the_reference():
     evidence = with_reference(evidence, after=replace(reference, tensors=moved))
     assert (verdict(STAY, evidence).status, verdict(STAY, evidence).reason) == ("skipped", "nothing is frozen")
     assert verdict(STAY, declare(evidence, frozen={FROZEN: FROZEN})).status == "failed"
+
+
+STATISTIC = "verifier.norm.mean"
+
+
+def with_statistic(step: dict[str, str], name: str = STATISTIC, declared=("train_step",), **facts) -> Evidence:
+    """Add a buffer beside the frozen weight; ``step`` has what the step of production changes."""
+    evidence = undeclared(add(healthy(), buffer(name, **facts)), "reference", "values", "verifier", why=ALONE)
+
+    def end(rank: RankInventory) -> RankInventory:
+        return replace(rank, tensors=tuple(replace(t, digest=step.get(t.name, t.digest)) for t in rank.tensors))
+
+    steps = tuple(RankTrainingMode((0, 1), after=end(rank)) for rank in evidence.inventory)
+    return declare(replace(evidence, training_mode=steps), declared=evidence.subject.declared | {*declared})
+
+
+@pytest.mark.parametrize(
+    ("evidence", "found"),
+    [
+        (with_statistic({STATISTIC: "other"}), {STATISTIC}),
+        (with_statistic({"verifier.count": "other"}, "verifier.count"), {"verifier.count"}),
+        (with_statistic({}), set()),
+        (with_statistic({STATISTIC: "other"}, declared=()), set()),
+        (declare(with_statistic({STATISTIC: "other"}, declared=()), frozen={STATISTIC: STATISTIC}), {STATISTIC}),
+        (with_statistic({STATISTIC: "other"}, persistent=False), set()),
+        (with_statistic({STATISTIC: "other", FROZEN: "other"}), set()),
+        (with_statistic({"embed.mean": "other"}, "embed.mean"), set()),
+    ],
+    ids=["frozen", "beside", "still", "a plain step", "declared", "not saved", "an average", "beside what trains"],
+)
+def test_a_buffer_of_a_frozen_part_that_a_step_changes(evidence, found):
+    assert {finding.tensor for finding in verdict(STAY, evidence).findings} == found
 
 
 def test_an_unreadable_tensor_is_not_reported_as_changed():

@@ -164,20 +164,18 @@ class Place:
     passed: Passed | None = None
 
 
-def describe_origin(
-    traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, otherwise: str = "", step: int = 0
-) -> str:
-    """Return where the difference of a step starts, in one line, if that is sure and in one of these phases.
+def describe_origin(traces: Sequence[RankTrace] | None, phases: Sequence[str] = PHASES, step: int = 0) -> str:
+    """Return in one line where the difference of a step starts, if that is sure and in one of these phases.
 
-    Return ``otherwise`` if not; without it, why the step could not be traced; "" if it was, or was not to be.
+    Else return why the step could not be traced; "" if it was, or was not to be.
     """
     if traces and traces[0].step != step:
-        return otherwise
+        return ""
     place = find_place(traces) if traces else None
     if traces and place is not None and place.phase in phases:
         return describe_place(place, traces)
     problem = next((trace.problem for trace in traces or () if trace.problem), "")
-    return otherwise or (problem and f"not looked for in the modules: {problem}")
+    return problem and f"not looked for in the modules: {problem}"
 
 
 def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] = ()) -> Explanation:

@@ -325,6 +325,8 @@ class RankTrainingMode:
     """The inventory after the step; None if nothing is trainable."""
     repeating: tuple[str, ...] = ()
     """The modules that drew in the author's next step, on other rows, if all drew the same numbers as before."""
+    frozen_in_train: tuple[str, ...] = ()
+    """The modules that ran in ``train()`` and have buffers, but nothing that trains."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert
@@ -11,7 +11,6 @@ from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwards
-from pytest_fsdp_meta.judging.limits import gradients_beyond_rounding, limits_of
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, divides, number_of
 from pytest_fsdp_meta.judging.view import View, ranks_by
 
@@ -110,7 +109,7 @@ def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     elif _is_expert(view, name):
         explanation = _EXPERTS
     elif "train_step" in view.evidence.subject.declared:
-        explanation = BY_STEP
+        explanation = _BY_STEP
     elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
         explanation = _ON_SOME_RANKS
     else:
@@ -207,7 +206,7 @@ _ON_SOME_RANKS: Explanation = {
     "the rank, or a reduction that leaves these ranks out",
     "remedy": "look for hooks and for conditions on the rank between backward and the step",
 }
-BY_STEP = either(
+_BY_STEP = either(
     "",
     "train_step leaves out rows, as a zero_grad() between its micro-batches does, has other labels or another mask, or "
     "scales or clips differently from one backward of the mean loss over the whole batch",
@@ -259,22 +258,6 @@ def backward_order(view: View) -> dict[str, int]:
     known = set(used)
     order = [*reversed(used), *(name for name in reversed(registered) if name not in known)]
     return {name: place for place, name in enumerate(order)}
-
-
-def describe_first_departure(view: View, runs: Sequence[RankTraining], departing: Collection[str]) -> str:
-    """Return which gradient the backward reaches first of those that depart, and one beside it that agrees, else ""."""
-    limits, due = limits_of(view, "gradients"), gradients_beyond_rounding(view)
-    # A gradient of zeros agrees whatever the backward does.
-    names = [name for name in view.names("parameter") if name in due and name not in departing]
-    pairs = view.comparisons(tuple(run.gradients for run in runs), names)
-    agreeing = [name for name, cases in pairs.items() if not any(limits.exceeded(*case) for case in cases)]
-    if not agreeing or not departing:
-        return ""
-    order = backward_order(view)
-    place = {name: order.get(name, len(order)) for name in (*agreeing, *departing)}
-    first = min(departing, key=place.__getitem__)
-    beside = min(agreeing, key=lambda name: abs(place[name] - place[first]))
-    return f"the backward reaches {first} first, {beside} agrees"
 
 
 def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
-    BY_STEP,
     CONSTANT,
     NOT_CLIPPED,
     backward_order,
-    describe_first_departure,
     explain_clipping,
     explain_factor,
     explain_module,
@@ -23,15 +21,14 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Comparison, Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
+from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
-    global_losses,
     require_gradients,
     unless_explained,
 )
-from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
+from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of
 from pytest_fsdp_meta.judging.multiples import ROUNDING, multiple, whole
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View
@@ -77,8 +74,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
     compared = (c for run in runs for c in run.gradients)
     if found := unless_explained(view, runs, found, "the gradients differ", compared, GRADIENT_TOLERANCE):
         departing = {finding.tensor for finding in found if finding.tensor}
-        agreeing = describe_first_departure(view, runs, departing)
-        origin = describe_origin(view.evidence.traces, otherwise=agreeing)
+        origin = describe_origin(view.evidence.traces)
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
         elif before := [*_scaled_below_the_bound(view, runs)]:
@@ -87,11 +83,6 @@ def grad_parity(view: View) -> Iterable[Finding]:
             found = [finding.explained_by(configured) for finding in found]
         elif module := explain_module(view):
             found = [finding if finding.cause_alone == CONSTANT else finding.explained_by(module) for finding in found]
-        elif agreeing and view.evidence.subject.loss_over_ranks == "mean" and _first_losses_agree(view):
-            found = [
-                finding.explained_by(_ENTERS_LATER) if finding.cause in _OF_WHOLE_STEPS else finding
-                for finding in found
-            ]
         yield from (replace(finding, origin=origin, step=0) for finding in found)
     else:
         bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm
@@ -111,11 +102,6 @@ def grad_parity(view: View) -> Iterable[Finding]:
                 "the weights moved differently from the reference's, so the gradients before clipping were not "
                 "compared, and clipping hides their scale; compute in float32 in this test"
             )
-
-
-def _first_losses_agree(view: View) -> bool:
-    ours, theirs = global_losses(view.evidence), view.reference.losses or ()
-    return bool(ours and theirs) and not loss_limits(view).exceeded(ours, theirs, 0)
 
 
 _TIED_OVER_STAGES: Explanation = {
@@ -349,17 +335,6 @@ _REDUCTION_OFF: Explanation = {
     "backward and the step, or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
 }
-_OF_WHOLE_STEPS = frozenset({BY_STEP["cause"], BY_STEP["cause_alone"], BY_STEP["cause_sharded"]})
-"""Causes that would make every gradient wrong."""
-_ENTERS_LATER = either(
-    "the loss and the gradients that the backward reaches before agree, so rows, scaling and clipping are right: ",
-    "a part of the loss that enters here, such as a router's auxiliary loss, has no gradient or another scale, or a "
-    "custom backward or hook changes it",
-    "a part of the loss that enters here, such as a router's auxiliary loss, is scaled by the number of ranks, or a "
-    "collective in the forward passes no gradient on to the other ranks",
-    "look at what is added to the loss at this place, and whether its result is used: backward() only goes through "
-    "what is returned",
-)
 _STILL_SCALED: Explanation = {
     "cause": "the gradients still have the scale of a GradScaler when they are clipped, so that the bound holds for "
     "something else",

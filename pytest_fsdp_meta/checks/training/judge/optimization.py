@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining
+from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
@@ -119,9 +119,9 @@ _FROZEN: Explanation = {
 
 
 @training_check(
-    promise="frozen weights are bit-identical before and after training steps",
+    promise="frozen weights and buffers are bit-identical before and after training steps",
     needs=["inventory", "training"],
-    uses=["reference"],
+    uses=["reference", "training_mode"],
     after=BLOCKING_CHECKS,
     why="If a frozen verifier drifts, the model trains towards a moving target, and no gradient shows it.",
     cause="something other than the optimizer writes to it: a moving average, a hook, a tie to a trained weight",
@@ -131,26 +131,59 @@ _FROZEN: Explanation = {
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
     after, steps = inventories_after_steps(view), count_steps(view)
     declared, reference = view.evidence.subject.frozen, view.evidence.reference
-    moving, judged = set[str](), False
+    moving, judged = set[str](), bool(view.names("buffer", only=declared))
     if reference is not None and reference.after is not None:  # trainable parameters, and intended moving averages
-        moving = {t.name for t in reference.inventory.tensors if _changed(reference.after, t.name, t.digest)}
+        moving = {t.name for t in reference.inventory.tensors if _changed(reference.after, t)}
     for name, tensors in view.tensors("parameter"):
         frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
         if not frozen or (name in moving and name not in declared):
             continue
         judged = True
-        moved = tuple(
-            rank for rank, t in frozen if name in after[rank].by_name and _changed(after[rank], t.name, t.digest)
-        )
+        moved = tuple(rank for rank, t in frozen if _changed(after[rank], t))
         if moved:
             runs = view.evidence.training or ()
             by_step = all(name in runs[rank].buffers.written_parameters for rank in moved)
-            explanation = _WRITTEN_BY_STEP if by_step else {}
-            yield Finding(name, moved, f"changed in {steps}", "bit-identical to the loaded values", **explanation)
+            yield Finding(name, moved, f"changed in {steps}", UNCHANGED, **(_WRITTEN_BY_STEP if by_step else {}))
+    yield from _moved_buffers(view, after)
     if not judged:
         raise NotJudged("nothing is frozen")
 
 
+def _moved_buffers(view: View, after: Sequence[RankInventory]) -> Iterator[Finding]:
+    """Find changes of buffers that are declared frozen, or that the author's step changes in frozen parts.
+
+    Parameters there neither train nor move. In the step with dropout, BatchNorm has the mode of production.
+    """
+    steps, declared = view.evidence.training_mode or (), view.evidence.subject.frozen
+    by_author, found = "train_step" in view.evidence.subject.declared, list[tuple[int, str]]()
+    for rank, facts in enumerate(view.evidence.inventory):
+        later = [after[rank], *(step.after for step in steps[rank : rank + 1] if step.after is not None)]
+        changed = {t.name for t in facts.tensors if any(_changed(one, t) for one in later)}
+        moves = {t.name: t.requires_grad or t.name in changed for t in facts.tensors if t.kind == "parameter"}
+        for t in (t for t in facts.tensors if t.kind == "buffer" and t.name in changed):
+            if t.name in declared or (by_author and t.persistent and not _moves_around(t.name, moves)):
+                found.append((rank, t.name))
+    for name, ranks in ranks_by(found).items():
+        if view.judgeable(name):
+            in_train = all(name.rpartition(".")[0] in step.frozen_in_train for step in steps) and steps
+            yield Finding(name, ranks, "changed in a step", UNCHANGED, **(_IN_TRAIN if in_train else {}))
+
+
+def _moves_around(buffer: str, moves: Mapping[str, bool]) -> bool:
+    """Return whether a parameter moves in the innermost module around the buffer that has any inside."""
+    inside, part = list[bool](), buffer
+    while part and not inside:
+        part = part.rpartition(".")[0]
+        inside = [moved for name, moved in moves.items() if name.startswith(part and f"{part}.")]
+    return any(inside)
+
+
+UNCHANGED = "bit-identical to the loaded values"
+_IN_TRAIN: Explanation = {
+    "cause": "its module has nothing to train and runs in train(), where norms update their statistics all the same; "
+    "train() of the whole model reaches frozen parts, too",
+    "remedy": "put frozen parts into eval() after each train() of the model, or override train() of theirs",
+}
 _WRITTEN_BY_STEP: Explanation = {
     "cause": "train_step itself writes to it, outside of the optimizer's step",
     "remedy": "if it follows the trained weights on purpose, as a target network does, move it in a hook of the "
@@ -158,9 +191,9 @@ _WRITTEN_BY_STEP: Explanation = {
 }
 
 
-def _changed(after: RankInventory, name: str, digest: str | None) -> bool:
-    now = after.by_name.get(name)
-    return now is not None and None not in (now.digest, digest) and now.digest != digest
+def _changed(after: RankInventory, loaded: TensorFacts) -> bool:
+    now = after.by_name.get(loaded.name)
+    return now is not None and None not in (now.digest, loaded.digest) and now.digest != loaded.digest
 
 
 @training_check(

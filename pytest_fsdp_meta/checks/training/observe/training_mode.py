@@ -62,7 +62,8 @@ def observe_training_mode() -> RankTrainingMode:
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
-    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
+    found = left, dropping, problem, after, repeating, modes.frozen_in_train()
+    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), *found)
 
 
 def _compare_with_next_step(
@@ -157,13 +158,14 @@ DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alpha
 
 
 class ModeWatch:
-    """Note the mode of each module whenever it runs with gradients."""
+    """Note the mode of each module whenever it runs, and apart from that whenever it runs with gradients."""
 
     def __init__(self, model: Module) -> None:
         self._model = model
         self._own = {id(module) for module in model.modules()}
         self._trained: dict[int, bool] = {}
-        """Identity of a module -> whether it ever ran in ``train()``."""
+        """Identity of a module -> whether it ever ran in ``train()``, with gradients."""
+        self._ran_in_train = set[int]()
         self._asked = self._asked_before = False
         """Whether ``train()`` was called and had an effect on what learns, at all and before the last forward."""
 
@@ -185,7 +187,11 @@ class ModeWatch:
 
     def _note(self, module: Module, *_: Any) -> None:
         """Note the mode after the forward: hooks before it may set it."""
-        if id(module) in self._own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if id(module) not in self._own or torch.compiler.is_compiling():
+            return
+        if module.training:
+            self._ran_in_train.add(id(module))
+        if torch.is_grad_enabled():
             self._trained[id(module)] = self._trained.get(id(module), False) or module.training
             self._asked_before = self._asked
 
@@ -203,6 +209,11 @@ class ModeWatch:
         learning, between = self._ran()
         ran = learning | between
         return self._parts([name for name, trained in ran.items() if not trained], ran)
+
+    def frozen_in_train(self) -> tuple[str, ...]:
+        """Return the modules that ``RankTrainingMode.frozen_in_train`` describes."""
+        ran = ((name, m) for name, m in innermost_modules(self._model).items() if id(m) in self._ran_in_train)
+        return tuple(name for name, module in ran if module._buffers and not _learns(module, recurse=True))
 
     def fallen(self) -> bool:
         """Return whether anything that ran in ``train()`` is in ``eval()`` now."""
