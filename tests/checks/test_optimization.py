@@ -41,6 +41,7 @@ OWNS, STAY, MOVES, REPLICAS = (
 UPDATES, TIED = "update_parity", "tied_weights_stay_tied"
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 ALONE = "Subject(reference=...) is not declared"
+STATISTIC = "verifier.norm.mean"
 
 
 def after(evidence: Evidence, name: str, ranks=None, **facts) -> Evidence:
@@ -154,9 +155,6 @@ def test_a_moving_average_that_also_changes_in_the_reference():
     evidence = with_reference(evidence, after=replace(reference, tensors=moved))
     assert (verdict(STAY, evidence).status, verdict(STAY, evidence).reason) == ("skipped", "nothing is frozen")
     assert verdict(STAY, declare(evidence, frozen={FROZEN: FROZEN})).status == "failed"
-
-
-STATISTIC = "verifier.norm.mean"
 
 
 def with_statistic(step: dict[str, str], name: str = STATISTIC, declared=("train_step",), **facts) -> Evidence:
