@@ -61,12 +61,12 @@ def train_model(model: Module) -> None:
 
 def kept_in_evaluation(model: Module) -> tuple[str, ...]:
     """Return the modules of frozen parts that the loader has put into ``eval()``, beside others that train."""
-    frozen = (module for module in model.modules() if model.training and not module.training and _is_frozen(module))
+    frozen = (module for module in model.modules() if model.training and not module.training and is_frozen(module))
     kept = {id(inside) for module in frozen for inside in module.modules() if not inside.training}
     return tuple(name for name, module in innermost_modules(model).items() if id(module) in kept)
 
 
-def _is_frozen(module: Module) -> bool:
+def is_frozen(module: Module) -> bool:
     parameters = list(module.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 

@@ -538,10 +538,10 @@ def test_ranks_see_the_gpus_of_their_world_only(monkeypatch: pytest.MonkeyPatch)
 
 def test_waiting_for_slow_imports_has_a_limit(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
-    shared = _preload(tmp_path, "endless")
+    shared, deadline = _preload(tmp_path, "endless"), time.monotonic() + 60.0
     shared.patience = 1.0
     shared.start()
-    while shared.importing() != "endless":
+    while shared.importing() != "endless" and time.monotonic() < deadline:
         time.sleep(0.1)
     with pytest.warns(UserWarning, match=r"took longer than 1 s, and endless is not done, so ranks are spawned"):
         shared.ready()

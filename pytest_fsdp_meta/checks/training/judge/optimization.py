@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -129,7 +129,7 @@ _FROZEN: Explanation = {
     references=["vllm-project/speculators#593"],
 )
 def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
-    after, steps = inventories_after_steps(view), count_steps(view)
+    after, steps, runs = inventories_after_steps(view), count_steps(view), view.evidence.training or ()
     declared, reference = view.evidence.subject.frozen, view.evidence.reference
     moving, judged = set[str](), bool(view.names("buffer", only=declared))
     if reference is not None and reference.after is not None:  # trainable parameters, and intended moving averages
@@ -141,48 +141,47 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
         judged = True
         moved = tuple(rank for rank, t in frozen if _changed(after[rank], t))
         if moved:
-            runs = view.evidence.training or ()
             by_step = all(name in runs[rank].buffers.written_parameters for rank in moved)
-            yield Finding(name, moved, f"changed in {steps}", UNCHANGED, **(_WRITTEN_BY_STEP if by_step else {}))
-    yield from _moved_buffers(view, after)
-    if not judged:
+            yield Finding(name, moved, f"changed in {steps}", _UNCHANGED, **(_WRITTEN_BY_STEP if by_step else {}))
+    buffers = [*_moved_buffers(view, after, runs)]
+    yield from buffers
+    if not (judged or buffers):
         raise NotJudged("nothing is frozen")
 
 
-def _moved_buffers(view: View, after: Sequence[RankInventory]) -> Iterator[Finding]:
-    """Find changes of buffers that are declared frozen, or that the author's step changes in frozen parts.
-
-    Parameters there neither train nor move. In the step with dropout, BatchNorm has the mode of production.
-    """
+def _moved_buffers(view: View, after: Sequence[RankInventory], runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Find buffers that change although they are declared frozen, or no parameter around them trains or moves."""
     steps, declared = view.evidence.training_mode or (), view.evidence.subject.frozen
-    by_author, found = "train_step" in view.evidence.subject.declared, list[tuple[int, str]]()
+    changed, moves = list[set[str]](), dict[str, bool]()
     for rank, facts in enumerate(view.evidence.inventory):
+        # BatchNorm has the mode of production in the step with dropout only.
         later = [after[rank], *(step.after for step in steps[rank : rank + 1] if step.after is not None)]
-        changed = {t.name for t in facts.tensors if any(_changed(one, t) for one in later)}
-        moves = {t.name: t.requires_grad or t.name in changed for t in facts.tensors if t.kind == "parameter"}
-        for t in (t for t in facts.tensors if t.kind == "buffer" and t.name in changed):
-            if t.name in declared or (by_author and t.persistent and not _moves_around(t.name, moves)):
-                found.append((rank, t.name))
-    for name, ranks in ranks_by(found).items():
-        if view.judgeable(name):
-            in_train = all(name.rpartition(".")[0] in step.frozen_in_train for step in steps) and steps
-            yield Finding(name, ranks, "changed in a step", UNCHANGED, **(_IN_TRAIN if in_train else {}))
+        changed.append({t.name for t in facts.tensors if any(_changed(one, t) for one in later)})
+        for t in (t for t in facts.tensors if t.kind == "parameter"):
+            for part in _around(t.name):
+                moves[part] = moves.get(part, False) or t.requires_grad or t.name in changed[rank]
+    by_author = "train_step" in view.evidence.subject.declared
+    for name in dict.fromkeys(t.name for rank in view.evidence.inventory for t in rank.tensors if t.kind == "buffer"):
+        held = view.holders(name)
+        frozen = by_author and held[0][1].persistent and not next((moves[p] for p in _around(name) if p in moves), True)
+        ranks = tuple(rank for rank, _ in held if name in changed[rank] and name not in runs[rank].buffers.broadcast)
+        if ranks and (name in declared or frozen) and view.judgeable(name):
+            modes = [name.rpartition(".")[0] in steps[rank].frozen_in_train for rank in ranks] if steps else [False]
+            in_train = by_author and all(modes) and not any(name in runs[rank].buffers.by_step for rank in ranks)
+            yield Finding(name, ranks, "changed in a step", _UNCHANGED, **(_IN_TRAIN if in_train else {}))
 
 
-def _moves_around(buffer: str, moves: Mapping[str, bool]) -> bool:
-    """Return whether a parameter moves in the innermost module around the buffer that has any inside."""
-    inside, part = list[bool](), buffer
-    while part and not inside:
-        part = part.rpartition(".")[0]
-        inside = [moved for name, moved in moves.items() if name.startswith(part and f"{part}.")]
-    return any(inside)
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a tensor, the innermost first and the model, "", last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
-UNCHANGED = "bit-identical to the loaded values"
+_UNCHANGED = "bit-identical to the loaded values"
 _IN_TRAIN: Explanation = {
-    "cause": "its module has nothing to train and runs in train(), where norms update their statistics all the same; "
-    "train() of the whole model reaches frozen parts, too",
-    "remedy": "put frozen parts into eval() after each train() of the model, or override train() of theirs",
+    "cause": "its module has nothing to train and runs in train(), where norms update their statistics all the same",
+    "remedy": "put frozen parts into eval() when loading and after each train(), or let their own train() do nothing",
 }
 _WRITTEN_BY_STEP: Explanation = {
     "cause": "train_step itself writes to it, outside of the optimizer's step",

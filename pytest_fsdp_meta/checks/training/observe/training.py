@@ -229,7 +229,6 @@ class _RankSteps(StepObserver):
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
 
     def left_in_eval(self) -> tuple[str, ...]:
-        """Return what ``RankTraining.left`` describes."""
         return next(filter(None, (self._modes[0].left(later) for later in self._modes[1:])), ())
 
     def trained_buffers(self) -> TrainedBuffers:

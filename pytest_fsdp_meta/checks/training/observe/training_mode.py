@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -26,7 +27,14 @@ from pytest_fsdp_meta.ranks.bits import deterministic
 from pytest_fsdp_meta.ranks.generators import States, changed_generators, describe_state, read_states, set_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
-from pytest_fsdp_meta.ranks.modes import batch_norms, evaluating, kept_in_evaluation, train_model, with_dropout
+from pytest_fsdp_meta.ranks.modes import (
+    batch_norms,
+    evaluating,
+    is_frozen,
+    kept_in_evaluation,
+    train_model,
+    with_dropout,
+)
 from pytest_fsdp_meta.ranks.module_watch import codes_of, innermost_modules
 from pytest_fsdp_meta.worlds import Rank, current, doing
 
@@ -48,7 +56,7 @@ def observe_training_mode() -> RankTrainingMode:
         train_model(subject.model)
     else:
         for module in rank.state[LEFT_IN_TRAINING]:  # earlier steps may have ended in eval()
-            module.training = True
+            module.training |= not is_frozen(module)  # the author's first step may have put such a part there for good
     doing("a step with dropout")
     set_all(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
     modes, trains = ModeWatch(subject.model), any(p.requires_grad for p in subject.model.parameters())
@@ -62,8 +70,8 @@ def observe_training_mode() -> RankTrainingMode:
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
-    found = left, dropping, problem, after, repeating, modes.frozen_in_train()
-    return RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), *found)
+    mode = RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
+    return replace(mode, frozen_in_train=modes.frozen_in_train())
 
 
 def _compare_with_next_step(
@@ -158,7 +166,7 @@ DROPOUT_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alpha
 
 
 class ModeWatch:
-    """Note the mode of each module whenever it runs, and apart from that whenever it runs with gradients."""
+    """Note in which mode each module runs, and apart from that in which it runs with gradients."""
 
     def __init__(self, model: Module) -> None:
         self._model = model
@@ -196,7 +204,6 @@ class ModeWatch:
             self._asked_before = self._asked
 
     def evaluating(self) -> tuple[str, ...]:
-        """Return the modules that ``RankTrainingMode.evaluating`` describes."""
         ran, between = self._ran()
         if not any(ran.values()):
             return ("",) if ran and self._asked_before else ()
@@ -211,7 +218,6 @@ class ModeWatch:
         return self._parts([name for name, trained in ran.items() if not trained], ran)
 
     def frozen_in_train(self) -> tuple[str, ...]:
-        """Return the modules that ``RankTrainingMode.frozen_in_train`` describes."""
         ran = ((name, m) for name, m in innermost_modules(self._model).items() if id(m) in self._ran_in_train)
         return tuple(name for name, module in ran if module._buffers and not _learns(module, recurse=True))
 
@@ -220,10 +226,7 @@ class ModeWatch:
         return any(not module.training for module in self._model.modules() if self._trained.get(id(module)))
 
     def left(self, later: ModeWatch) -> tuple[str, ...]:
-        """Return the modules that ``RankTrainingMode.left`` describes; ``later`` has watched the next step.
-
-        A step that calls ``train()`` leaves out what it puts into ``eval()`` afterwards.
-        """
+        """``later`` has watched the next step; where that calls ``train()``, what is in ``eval()`` is left out."""
         if later._asked_before:
             return ()
         before, (ran, between) = ChainMap(*self._ran()), later._ran()
@@ -259,7 +262,6 @@ class ModeWatch:
 
 
 def kept_by_mode(model: Module) -> tuple[str, ...]:
-    """Return the modules that ``RankResumed.kept`` describes."""
     modules, norms = innermost_modules(model), set(batch_norms(model).values())
     return tuple(name for name in kept_in_evaluation(model) if modules[name] in norms or _acts_by_mode(modules[name]))
 
