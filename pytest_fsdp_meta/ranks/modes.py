@@ -61,14 +61,14 @@ def train_model(model: Module) -> None:
 
 def kept_in_evaluation(model: Module) -> tuple[str, ...]:
     """Return the modules of frozen parts that the loader has put into ``eval()``, beside others that train."""
-    frozen = (module for module in model.modules() if model.training and not module.training and is_frozen(module))
-    kept = {id(inside) for module in frozen for inside in module.modules() if not inside.training}
-    return tuple(name for name, module in innermost_modules(model).items() if id(module) in kept)
+    frozen = in_frozen_parts(model) if model.training else ()
+    return tuple(name for name, inner in innermost_modules(model).items() if id(inner) in frozen and not inner.training)
 
 
-def is_frozen(module: Module) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+def in_frozen_parts(model: Module) -> set[int]:
+    """Return the identities of the modules whose parameters are all frozen, and of what they contain."""
+    frozen = (module for module in model.modules() if {p.requires_grad for p in module.parameters()} == {False})
+    return {id(inside) for module in frozen for inside in module.modules()}
 
 
 @contextmanager

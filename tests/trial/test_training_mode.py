@@ -133,6 +133,29 @@ def test_a_model_with_nothing_to_train():
     assert judged(observed(function=frozen)).status == "passed"
 
 
+def test_a_frozen_part_that_the_first_step_puts_into_evaluation_stays_there():
+    """So does what it contains: a batch norm without parameters would move its statistics in train()."""
+
+    def build_part() -> nn.Sequential:
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).requires_grad_(False)
+        return nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 2))
+
+    def load_part(fsdp: Rank) -> Subject:
+        def step(model: Any, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+            if not begun:
+                model.train()
+                model[1].eval()
+            begun.append(True)
+            return plain_step(model, optimizer, batch)
+
+        begun: list[bool] = []
+        model = fully_shard(build_part(), mesh=fsdp.mesh)
+        return Subject(model, reference=build_part, batch=batch, loss=loss, train_step=step, optimizer=torch.optim.SGD)
+
+    assert judged(observed(["frozen_weights_stay_frozen"], load_part), "frozen_weights_stay_frozen").status == "passed"
+
+
 @pytest.mark.parametrize("train_step", [None, lambda model, optimizer, batch: 0.0])
 def test_what_is_declared_decides(train_step):
     nothing = judged(observed(batch=None, train_step=train_step))

@@ -30,7 +30,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
 from pytest_fsdp_meta.ranks.modes import (
     batch_norms,
     evaluating,
-    is_frozen,
+    in_frozen_parts,
     kept_in_evaluation,
     train_model,
     with_dropout,
@@ -55,8 +55,9 @@ def observe_training_mode() -> RankTrainingMode:
     if subject.train_step is None:
         train_model(subject.model)
     else:
-        for module in rank.state[LEFT_IN_TRAINING]:  # earlier steps may have ended in eval()
-            module.training |= not is_frozen(module)  # the author's first step may have put such a part there for good
+        frozen = in_frozen_parts(subject.model)  # the author's first step may have put such a part into eval() for good
+        for module in rank.state[LEFT_IN_TRAINING]:  # earlier steps may have ended there
+            module.training |= id(module) not in frozen
     doing("a step with dropout")
     set_all(rank.state[LEFT_BY_LOADER], rank.device)  # batch() draws, too
     modes, trains = ModeWatch(subject.model), any(p.requires_grad for p in subject.model.parameters())
