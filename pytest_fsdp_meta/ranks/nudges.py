@@ -6,8 +6,9 @@ other slices of the batch, or a lower precision change as much. TTrace (arXiv 25
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pytest_fsdp_meta.ranks.reference_record import without_repetition
 from pytest_fsdp_meta.ranks.torch_private import operator_name, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks, watching
 
+NONE: Mapping[Tensor, Tensor] = MappingProxyType({})
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
@@ -27,12 +29,17 @@ class Nudges:
 
     ``computing`` and ``reducing`` are the relative sizes of one unit in the last place of the coarsest dtypes in which
     the loader computes, and reduces gradients. An output of a coarser dtype, as under autocast, is nudged by its own.
+    A gradient is reduced from ``addends``, by parameter: the mean size of the gradients that are added up. Where these
+    cancel, the error of their rounding is large beside the sum.
     """
 
-    def __init__(self, model: Module, computing: float, reducing: float, seed: int) -> None:
+    def __init__(
+        self, model: Module, computing: float, reducing: float, seed: int, addends: Mapping[Tensor, Tensor] = NONE
+    ) -> None:
         self._model = model
         self._unit = computing
         self._reducing = reducing
+        self._addends = addends
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
 
@@ -68,7 +75,9 @@ class Nudges:
                     without_repetition(parameter).copy_(without_repetition(values, parameter))
         for parameter in trained:
             if parameter.grad is not None and _is_nudged(parameter.grad):
-                parameter.grad = self._nudged(parameter.grad, max(self._unit, self._reducing))
+                parameter.grad = self._nudged(
+                    parameter.grad, max(self._unit, self._reducing), self._addends.get(parameter)
+                )
 
     def products(self) -> AbstractContextManager[None]:
         """Nudge matrix products in a lower precision than float32, which an optimizer such as Muon computes."""
@@ -96,13 +105,13 @@ class Nudges:
         nudged: Tensor = _Nudge.apply(output, self, unit)
         return nudged
 
-    def _nudged(self, tensor: Tensor, unit: float) -> Tensor:
-        """Return the tensor with each element changed by up to one unit in the last place, its own dtype kept."""
+    def _nudged(self, tensor: Tensor, unit: float, size: Tensor | None = None) -> Tensor:
+        """Return the tensor with each element changed by up to one unit in the last place (of ``size``)."""
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         wide = tensor.double() if tensor.dtype == torch.float64 else tensor.float()
         share = torch.empty_like(wide).uniform_(-1, 1, generator=self._generators[tensor.device])
-        return (wide * (1 + unit * share)).to(tensor.dtype)
+        return (wide + unit * share * (wide if size is None else size)).to(tensor.dtype)
 
 
 class _Nudge(torch.autograd.Function):  # type: ignore[misc]

@@ -73,6 +73,9 @@ def test_gradients_that_are_reduced_in_a_low_precision():
     plain = gradients(model)
     apart = distance(gradients(model, Nudges(model, single, EPSILON, 0)), plain)
     assert 0.1 * EPSILON < apart < EPSILON
+    added = {parameter: 100 * parameter.grad.abs() for parameter in model.parameters()}  # which nearly cancel
+    apart = distance(gradients(model, Nudges(model, single, EPSILON, 0, added)), plain)
+    assert 10 * EPSILON < apart < 100 * EPSILON
 
 
 def test_another_seed_nudges_otherwise_and_the_same_seed_alike():

@@ -218,6 +218,21 @@ def test_the_dtype_of_the_reduction_excuses_no_forward():
     assert statuses(evidence) == {"passed"}
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_gradients_that_nearly_cancel_are_rounded_before_they_are_added(scale):
+    """The rows of one rank count for, those of the other against: one rounding of either is large beside the sum."""
+
+    def rows(step: int) -> dict[str, Tensor]:
+        half = torch.randn(4, 16)
+        return {"x": torch.cat([half, half + 0.1]), "sign": torch.tensor([1.0] * 4 + [-1.0] * 4)}
+
+    def signed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"]).float().sum(1) * batch["sign"]).mean()
+
+    evidence = observe(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), scale=scale, batch=rows, loss=signed)
+    assert ("failed" in statuses(evidence)) == (scale != 1)
+
+
 @pytest.mark.nightly
 def test_a_function_that_clips_may_replace_gradients():
     def clip(parameters, bound: float) -> Tensor:

@@ -25,9 +25,10 @@ from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.values.observe import comparable, read_part
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
 from pytest_fsdp_meta.loader.adapter import Part
+from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import COMPUTED
@@ -61,8 +62,12 @@ def train_nudged(
     try:
         subject = declared_subject(noisy.model, recipe)
         restore(noisy.model, noisy.records["values"])
-        noisy.nudges = Nudges(noisy.model, coarsest_unit(computing), coarsest_unit(reducing), SEED + number)
         optimizer = make_optimizer(subject)
+        units = coarsest_unit(computing), coarsest_unit(reducing)
+        if noisy.addends is None:
+            known = optimizer is not None and units[1] > units[0]
+            noisy.addends = _addends(subject, data_parallel_size) if known else {}
+        noisy.nudges = Nudges(noisy.model, *units, SEED + number, noisy.addends)
         clips = subject.max_grad_norm is not None and not facts.clip_problem
         own = recipe.get("clip_grad_norm") if facts.own_clipping or clips else None
         noisy.clipping = ReferenceClipping(own, noisy.model, optimizer)
@@ -89,6 +94,21 @@ def train_nudged(
     if not all(map(math.isfinite, (*apart, norm, own_norm))):
         return Noise(problem="its training diverges if it rounds otherwise")
     return Noise(losses=apart, norm=norm, own_norm=own_norm)
+
+
+def _addends(subject: Subject, size: int) -> dict[Tensor, Tensor]:
+    """Return the mean size of the gradients that ``size`` ranks add up, by element, for the first batch.
+
+    It is unknown for an author's step beside which no loss is declared: the size of the sum stands in for it.
+    """
+    sizes: dict[Tensor, Any] = {}
+    if subject.train_step is None or subject.loss is not None:
+        for index in range(size):
+            accumulate(subject, current().device, [[(index, size)]])
+            for parameter in (p for p in subject.model.parameters() if p.grad is not None):
+                sizes[parameter] = sizes.get(parameter, 0.0) + parameter.grad.float().abs() / size
+    drop_gradients(subject.model)
+    return sizes
 
 
 Factors = dict[str, dict[str, float]]
@@ -146,6 +166,7 @@ class _NoisySteps(StepObserver):
         self.model = model
         self.steps = steps
         self.nudges: Nudges
+        self.addends: Mapping[Tensor, Tensor] | None = None
         self.clipping: ReferenceClipping
         self.seed = SEED
         files = {name: record_at(folder, name) for name in ("values", *(snapshot.name for snapshot in NOISY))}
