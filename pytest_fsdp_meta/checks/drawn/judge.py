@@ -37,7 +37,7 @@ class Tested(NamedTuple):
 
 @values_check(
     promise="different parts and different tensors get different random numbers, with the standard deviation that a "
-    "draw of the whole tensor has",
+    "draw of the whole tensor has; what is random is trained, where anything is",
     needs=["inventory", "draws"],
     after=[*BASIC, "replicas_equal"],
     fields=["drawn"],
@@ -52,7 +52,9 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
     found = {name: _parts(view, name) for name in view.names("parameter", "buffer", only=view.evidence.subject.drawn)}
     varied = {name: parts for name, parts in found.items() if any(part.draw.own.distinct > 1 for part in parts)}
     tested = list(_spreads(view, varied))
-    if len(varied) < 2 and not tested and all(len(parts) < 2 for parts in varied.values()):
+    frozen = list(_frozen(view, varied))
+    yield from frozen
+    if not frozen and len(varied) < 2 and not tested and all(len(parts) < 2 for parts in varied.values()):
         constant = "every drawn weight is constant" if found and not varied else "every rank holds the same part"
         raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
     unknown: list[str] = []
@@ -78,6 +80,16 @@ def _parts(view: View, name: str) -> list[Drawn]:
     facts = dict(view.holders(name))
     places = ranks_by((rank, facts[rank].held) for rank in sorted(draws) if rank in facts)
     return [Drawn(ranks, facts[ranks[0]], draws[ranks[0]]) for ranks in places.values()]
+
+
+def _frozen(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
+    """Report weights that stay random in a model that trains; a reference that freezes them as well excuses none."""
+    if any(tensor.requires_grad for rank in view.evidence.inventory for tensor in rank.tensors):
+        for name, parts in by_name.items():
+            stuck = [part for part in parts if part.facts.kind == "parameter" and not part.facts.requires_grad]
+            ranks = tuple(sorted(rank for part in stuck for rank in part.ranks))
+            if ranks:
+                yield Finding(name, ranks, "random numbers that are frozen", "trained", **_FROZEN)
 
 
 def _equal_parts(view: View, by_name: dict[str, list[Drawn]], unknown: list[str]) -> Iterator[Finding]:
@@ -199,6 +211,11 @@ def _wrong_spread(tested: Tested, fan: Fan) -> Finding:
 _ONE_SEED_FOR_STAGES: Explanation = {
     "cause": "every stage of the pipeline draws its own layers from the same seed",
     "remedy": "add the number of the stage to the seed, or seed each tensor by its name in the whole model",
+}
+_FROZEN: Explanation = {
+    "cause": "requires_grad is False for a weight that no checkpoint gives its values: it stays as it was drawn",
+    "remedy": "train it, or load it; if a random weight is meant, draw it by a seed of its own, in the reference as "
+    "well, and don't declare it drawn",
 }
 _SEEDED_AGAIN: Explanation = {
     "cause": "the same seed is set before each tensor, or torch restored the state of the generator after each draw",
