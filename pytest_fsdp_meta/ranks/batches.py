@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stages
+from pytest_fsdp_meta.evidence import splits_batch, splits_experts, splits_model, splits_stages
 from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
@@ -29,19 +29,28 @@ IGNORED_LABEL = -100
 
 
 def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
-    """Return the (index, size) of this rank's slice of the batch: as declared, else by the mesh of most parameters."""
+    """Return the (index, size) of this rank's slice of the batch: as declared, else by the mesh of most parameters.
+
+    Where the marker's mesh has more ranks that see rows of their own, it counts: a model that is sharded on a part of
+    it still has to learn from all rows.
+    """
     if subject.data_parallel:
         return subject.data_parallel
-    dims, shape, coordinate = _parameter_mesh(subject.model)
-    if not dims:
-        dims, shape, coordinate = _world_mesh(rank)
-    if not dims:
+    own, world = _parameter_mesh(subject.model), _world_mesh(rank)
+    if not own[0] and not world[0]:
         return rank.rank, rank.world_size
-    index = 0
-    for dim, size, position in zip(dims, shape, coordinate, strict=True):
-        if not splits_model(dim):
-            index = index * size + position
-    return index, math.prod(size for dim, size in zip(dims, shape, strict=True) if not splits_model(dim))
+    place = _slice(own if own[0] else world, lambda dim: not splits_model(dim))
+    declared = _slice(world, splits_batch) if len(world[0]) > 1 else place  # a single dimension is the default
+    return max(place, declared, key=itemgetter(1))
+
+
+def _slice(mesh: _Mesh, counts: Callable[[str | None], bool]) -> tuple[int, int]:
+    """Return the (index, size) of this rank in the mesh, by the dimensions that count."""
+    index, whole = 0, 1
+    for dim, size, position in zip(*mesh, strict=True):
+        if counts(dim):
+            index, whole = index * size + position, whole * size
+    return index, whole
 
 
 def has_stages(rank: Rank) -> bool:

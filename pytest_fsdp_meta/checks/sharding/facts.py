@@ -30,6 +30,11 @@ def splits_model(dim: str | None) -> bool:
     return dim is not None and (dim.lower() in MODEL_DIMS or _ends(dim, "tp", "cp", "pp", "ep"))
 
 
+def splits_batch(dim: str | None) -> bool:
+    """Return whether the name of a mesh dimension says that its ranks see different rows."""
+    return dim is not None and bool(BATCH_PARTS.intersection(dim.lower().split("_")))
+
+
 def splits_stages(dim: str | None) -> bool:
     """Return whether ranks along a mesh dimension of this name hold different layers: the stages of a pipeline."""
     return dim is not None and (dim.lower() in STAGE_DIMS or _ends(dim, "pp"))

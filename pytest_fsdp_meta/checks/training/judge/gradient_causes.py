@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from math import prod
 
-from pytest_fsdp_meta.checks.sharding.facts import is_expert
+from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
@@ -281,8 +282,24 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
                 found.append((name, ranks, detail))
     every = len(names) > 1 and names.keys() == {name for name, _, _ in found} and not _outside_fsdp(view, found)
     explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
+    if every and (dims := _lacking_dims(view, found[0][0], runs[0].data_parallel[1])):
+        explanation = _on_a_part_of_the_mesh(dims)
     for name, ranks, detail in found:
         yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+
+
+def _lacking_dims(view: View, name: str, slices: int) -> str:
+    """Return the dimensions of the marker's mesh that the tensor's lacks, if its ranks see only some of the rows."""
+    mesh = view.holders(name)[0][1].mesh
+    if mesh is None or prod(mesh.shape) >= slices:
+        return ""
+    return ", ".join(dim for dim, _ in view.evidence.world.mesh if splits_batch(dim) and dim not in mesh.dims)
+
+
+def _on_a_part_of_the_mesh(dims: str) -> Explanation:
+    cause = f"the model is sharded on a mesh without {dims}, and nothing else reduces the gradients over it"
+    remedy = "pass the whole mesh to fully_shard(): two dimensions mean hybrid sharding"
+    return {"cause": cause, "remedy": f"{remedy}; or declare Subject(data_parallel=...) if its ranks see the same rows"}
 
 
 def _outside_fsdp(view: View, found: Iterable[tuple[str, tuple[int, ...], str]]) -> bool:
