@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,10 +148,10 @@ def write_pages(folder: Path, rows: Sequence[Row], checks: Sequence[str], proble
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run every loader against every check")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for matrix.json, .md and .svg")
-    parser.add_argument("-k", default="", help="only loaders whose name contains this")
+    parser.add_argument("-k", default="", help="only loaders whose name this regular expression finds")
     parser.add_argument("--record", action="store_true", help="keep the evidence, to be judged without ranks")
     options = parser.parse_args(arguments)
-    chosen = [entry for entry in entries() if options.k in entry.name]
+    chosen = [entry for entry in entries() if re.search(options.k, entry.name)]
     checks = built_in().ids()
     judge, rows, evidence = LoaderJudge(), [], {}
     with tempfile.TemporaryDirectory() as folder:

@@ -17,9 +17,11 @@ EXCEPT = frozenset(
         *("same_manifest_on_every_rank", "replicas_equal", "replicas_stay_equal", "ranks_skip_alike", "dcp_reshards"),
         # What they find says where it comes from.
         *("dtypes_match_reference", "requires_grad_matches_reference", "parameter_attributes_kept"),
-        *("optimizer_owns_parameters", "state_dict_names_clean", "modules_train"),
+        *("state_dict_names_clean", "modules_train"),
     }
 )
+WITH_TWO_CAUSES = frozenset({"optimizer_owns_parameters"})
+"""Those whose findings say where they come from, but for the findings that leave a choice of causes."""
 LOADING = "the code that builds the model and loads its weights"
 COMPARE = {
     "structure": "the configs and the code that builds the model",
@@ -27,6 +29,7 @@ COMPARE = {
     "training": "the forward, the loss and the step",
     "checkpoint": "save() and resume()",
     "load_is_repeatable": LOADING,
+    "optimizer_owns_parameters": "the code that builds the optimizer",
     "full_state_dict_exports": "state_dict() and its hooks",
 }
 """Check or family -> where the cause is, if one rank is enough for the finding."""
@@ -37,7 +40,9 @@ COMPARE_RANKS = {
     "drawn_weights_are_one_draw": "how the ranks are seeded",
     "training": "how rows are divided, and how loss and gradients are reduced",
     **dict.fromkeys(("forward_sees_current_weights", "frozen_weights_stay_frozen", "every_trainable_moves"), ON_RANKS),
-    "update_parity": "how optimizer and scheduler use shards and the number of ranks",
+    **dict.fromkeys(
+        ("update_parity", "optimizer_owns_parameters"), "how optimizer and scheduler use shards and the number of ranks"
+    ),
     "second_grad_parity": ON_RANKS,
     "buffers_follow_training": "how rows are divided, and how the buffers are reduced",
     **dict.fromkeys(("grad_norm_parity", "grad_clip_parity"), "how the norms of the ranks are added"),
@@ -65,7 +70,10 @@ def add_smaller_worlds(check: Check, findings: Sequence[Finding], smaller: Seque
     for finding in findings:
         tensors.setdefault(finding.cause, set()).add(finding.tensor)
     alike = ({finding.tensor} if finding.cause == check.cause else tensors[finding.cause] for finding in findings)
-    return [_add(check, finding, own, smaller) for finding, own in zip(findings, alike, strict=True)]
+    return [
+        finding if check.id in WITH_TWO_CAUSES and not finding.cause_alone else _add(check, finding, own, smaller)
+        for finding, own in zip(findings, alike, strict=True)
+    ]
 
 
 def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequence[SmallerWorld]) -> Finding:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 
-from pytest_fsdp_meta.catalogue import Check, built_in
+from pytest_fsdp_meta.catalogue import Catalogue, Check, built_in
 from pytest_fsdp_meta.reports.terminal import describe_needs
 
 GITHUB = re.compile(r"([\w.-]+/[\w.-]+)#(\d+)")
@@ -23,13 +23,13 @@ failed one check is left out of the checks that run after it; they say how many 
 """
 
 
-def catalogue_page(checks: Iterable[Check]) -> str:
+def catalogue_page(checks: Catalogue) -> str:
     """Return the whole page: a table of the checks, then each check by family."""
     listed = list(checks)
     only = [check for check in listed if check.simulated == "only"]
     names = ", ".join(f"`{check.id}`" for check in only)
     introduction = INTRODUCTION.format(running=len(listed) - len(only), simulated=len(only), names=names)
-    return "\n".join([introduction, *_contents(listed), *_families(listed)])
+    return "\n".join([introduction, *_contents(listed), *_families(checks)])
 
 
 def _contents(checks: list[Check]) -> Iterator[str]:
@@ -43,14 +43,14 @@ def _contents(checks: list[Check]) -> Iterator[str]:
     yield ""
 
 
-def _families(checks: list[Check]) -> Iterator[str]:
+def _families(checks: Catalogue) -> Iterator[str]:
     for family, members in groupby(checks, lambda check: check.family):
         yield f"## {family.capitalize()}\n"
         for check in members:
-            yield from _check(check)
+            yield from _check(check, checks)
 
 
-def _check(check: Check) -> Iterator[str]:
+def _check(check: Check, checks: Catalogue) -> Iterator[str]:
     yield f"### {check.id}\n"
     yield f"**Promise:** {check.promise}.\n"
     yield f"* Why it matters: {check.why}"
@@ -63,7 +63,10 @@ def _check(check: Check) -> Iterator[str]:
         measured = "[the noise](how.md#noise); else " if check.family == "training" else ""
         yield f"* Relative tolerance, unless `tolerance=` sets another: {measured}{allowed}."
     if check.after:
-        yield f"* Runs after: {', '.join(f'[`{id}`](#{id})' for id in check.after)}."
+        before = {id for other in check.after for id in checks[other].after}
+        last = [id for id in check.after if id not in before]
+        more = ", and more basic ones" if len(last) < len(check.after) else ""
+        yield f"* Runs after: {', '.join(f'[`{id}`](#{id})' for id in last)}{more}."
     if check.references:
         yield f"* Seen in: {', '.join(map(_with_links, check.references))}."
     yield ""

@@ -402,3 +402,28 @@ def test_a_loss_in_chunks_goes_back_to_the_output_first():
 
     found = judged(step, ["grad_parity", "grad_accumulation_parity", "loss_parity"], max_grad_norm=0.01, batch=rows)
     assert {id: verdict.status for id, verdict in found.items()} == dict.fromkeys(found, "passed"), found
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_layer_that_a_step_unfreezes_needs_a_group(added):
+    def build_frozen() -> nn.Sequential:
+        model = build()
+        model[0].requires_grad_(False)
+        return model
+
+    def load(fsdp: Rank) -> Subject:
+        def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+            found = plain_step(model, optimizer, batch)
+            if added and not model[0].weight.requires_grad:
+                optimizer.add_param_group({"params": [*model[0].parameters()]})
+            model[0].requires_grad_(True)
+            return found
+
+        model = fully_shard(build_frozen(), mesh=fsdp.mesh)
+        return Subject(model, reference=build_frozen, batch=batch, loss=loss, train_step=step, optimizer=adam)
+
+    checks = ["optimizer_owns_parameters", "frozen_weights_stay_frozen"]
+    found = judge_all(observe(load, checks), checks)
+    findings = [(one.tensor, one.actual) for check in checks for one in found[check].findings]
+    alone = "unfrozen by a step, and in no group of AdamW"
+    assert findings == ([] if added else [("0.weight", alone), ("0.bias", alone)])

@@ -30,6 +30,8 @@ class RankBatches:
     """Whether ``set_epoch(1)`` of the loader, or of its sampler or dataset, was called before the second epoch."""
     saved_after: int = 0
     """How many batches came before the checkpoint; 0 if none was saved."""
+    next_rows: int | None = None
+    """How many rows the third epoch has, after this second one; None if it was not begun."""
     resumed_again: tuple[Batch, ...] | None = None
     """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
 

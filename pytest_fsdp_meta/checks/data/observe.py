@@ -1,4 +1,4 @@
-"""Read the author's own loader of batches: two epochs, and what follows a checkpoint within one after resuming."""
+"""Read the author's own loader of batches: its epochs, and what follows a checkpoint within one after resuming."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     """
     rank, subject = current(), resharded_subject()
     loader = rank.state[READ]
-    has_set_epoch = _begin_second_epoch(loader)
+    has_set_epoch = _set_epoch(loader, 1)
     batches = _read(loader, MOST_BATCHES)
     try:
         begun = list(islice(batches, 1))
@@ -90,7 +90,9 @@ def read_later_epoch(folder: str | None) -> RankBatches:
         return RankBatches(batch_slice(subject, rank), refused="it has no batches")
     after = _saved_after(subject, loader, folder)
     found = _read_and_save(loader, chain(begun, batches), MOST_BATCHES, folder, after)
-    return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
+    shuffled_by, next_rows = _shuffler(loader), _rows_of_third_epoch(loader) if found.ended and found.loader else None
+    later = found.batches
+    return replace(found, later=later, shuffled_by=shuffled_by, has_set_epoch=has_set_epoch, next_rows=next_rows)
 
 
 def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> RankBatches:
@@ -106,8 +108,9 @@ def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> Rank
         state = torch.load(file, weights_only=False)
         with calling("load_state_dict() of Subject(data=...)"):
             loader.load_state_dict(state)
-    after = SAVED_AFTER if again else 0
-    return _read_and_save(loader, _read(loader, most), most, again, after)
+    found = _read_and_save(loader, _read(loader, most), most, again, SAVED_AFTER if again else 0)
+    ended = later and found.ended and found.loader and not isinstance(loader, Iterator)
+    return replace(found, next_rows=_rows_of_third_epoch(loader) if ended else None)
 
 
 def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
@@ -162,7 +165,7 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None,
         if resumed_from is not None and torch.initial_seed() == SEED:
             torch.manual_seed(SEED + 1)
     if later and not _is_function(data):
-        _begin_second_epoch(data)  # set_epoch() may go back to the beginning, so the position is loaded after it
+        _set_epoch(data, 1)  # set_epoch() may go back to the beginning, so the position is loaded after it
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)
@@ -170,7 +173,7 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None,
     loader = () if data is None else _open(data)
     # The author's resume() restores the epoch of a loader of their own, whose set_epoch() may begin it again.
     if later and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
-        _begin_second_epoch(loader)
+        _set_epoch(loader, 1)
     return loader
 
 
@@ -179,14 +182,23 @@ def _saved_after(subject: Subject, loader: Any, folder: str | None) -> int:
     return min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and savable else 0
 
 
-def _begin_second_epoch(loader: Any) -> bool:
-    """Call ``set_epoch(1)`` of the loader or of its parts, as a trainer does; return whether there is one."""
+def _rows_of_third_epoch(loader: Any) -> int:
+    """Return how many rows follow when the loader begins again; 0 if it refuses to."""
+    _set_epoch(loader, 2)
+    try:
+        return sum(map(len, _read(loader, MOST_BATCHES)))
+    except CallFailed:
+        return 0
+
+
+def _set_epoch(loader: Any, number: int) -> bool:
+    """Call ``set_epoch()`` of the loader or of its parts, as a trainer does; return whether there is one."""
     parts: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     parts.append(getattr(parts[1], "sampler", None))
     found = [part for part in ([loader] if hasattr(loader, "set_epoch") else parts) if hasattr(part, "set_epoch")]
     for part in found:
         with calling(f"set_epoch() of {type(part).__name__} in Subject(data=...)"):
-            part.set_epoch(1)
+            part.set_epoch(number)
     return bool(found)
 
 

@@ -191,7 +191,7 @@ class RankInventory:
     reduces_in: tuple[str, ...] = ()
     """The dtypes in which mixed-precision policies reduce gradients."""
     optimizer: OptimizerFacts | None = None
-    """The optimizer that the loader built itself, or None."""
+    """The optimizer that the loader built itself, or that which it trained with if this is taken after the steps."""
     compiled: bool = False
     """Whether ``torch.compile`` has wrapped a module of it."""
     evaluating: tuple[str, ...] = ()

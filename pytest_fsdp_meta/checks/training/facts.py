@@ -341,5 +341,9 @@ class StepNotFinite:
     model returns no floating tensors."""
     kept: tuple[str, ...] = ()
     """The parameters that are NaN after the next step, a right one, if all ranks skipped these."""
+    changed: tuple[str, ...] = ()
+    """What else belongs to a step, such as the schedule, and changed in these, if all ranks skipped them."""
+    replaced: bool = False
+    """Whether a step with NaN on all ranks moved this rank's parameters, and left them numbers."""
     waiting: str = ""
     """How the step did not end on some ranks, or empty."""

@@ -36,7 +36,8 @@ class _Run(NamedTuple):
 
 
 @data_check(
-    promise="after saving within an epoch and resuming, each rank sees the batches that would have come next",
+    promise="after saving within an epoch and resuming, each rank sees the batches that would have come next, and a "
+    "whole epoch after them",
     needs=["inventory", "batches", "batches_resumed"],
     why="A run that restarts often then trains on some rows several times and never on others.",
     cause="the state of the loader, its sampler or its dataset is saved or loaded in part",
@@ -73,7 +74,16 @@ def batches_resume(view: View) -> Iterator[Finding]:
             for number, (rank, later) in pairs.items()
         }
         found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in _findings(again)]
-    yield from found
+    yield from found or _short_epochs(pairs)
+
+
+def _short_epochs(pairs: Mapping[int, tuple[RankBatches, RankBatches]]) -> Iterator[Finding]:
+    """Report ranks whose next epoch after the one in which they have resumed lacks rows."""
+    rows = ((number, (own.next_rows, later.next_rows)) for number, (own, later) in pairs.items())
+    for (expected, actual), ranks in ranks_by(rows).items():
+        if expected is not None and actual is not None and actual < expected:
+            whole = f"{expected}, as without resuming"
+            yield Finding(DATA, ranks, f"{counted(actual, 'row')} in the epoch after the resumed one", whole, **_STAYS)
 
 
 def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
@@ -148,6 +158,11 @@ _SECOND: Explanation = {
     "cause": "the position is counted from the first time that the run has resumed: loading sets where to begin, and "
     "not the number of batches that were handed out before",
     "remedy": "let load_state_dict() set the number that state_dict() returns",
+}
+_STAYS: Explanation = {
+    "cause": "the position that was loaded stays set, so that each later epoch begins there as well",
+    "remedy": "forget the position when the first epoch ends; where the loop itself builds another loader for later "
+    "epochs, let data() return an object that does so",
 }
 _FROM_THE_BEGINNING: Explanation = {
     "cause": "the position is not saved or not loaded: save() and resume() leave the loader out, or the loader is "

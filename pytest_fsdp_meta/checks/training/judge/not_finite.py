@@ -13,7 +13,7 @@ from pytest_fsdp_meta.text import name_ranks
 
 @training_check(
     promise="a step in which the model returns NaN on some ranks is taken by all ranks, or skipped by all, and what is "
-    "skipped has no effect on the next step",
+    "skipped has no effect on the next step, the schedule or averages",
     needs=["inventory", "not_finite"],
     fields=["train_step"],
     after=EXPLAINING_CHECKS,
@@ -37,7 +37,9 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
             "made NaN"
         )
     slices = ranks[0].data_parallel[1]
-    if slices == 1:
+    changed = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.changed)
+    replaced = tuple(rank for rank, own in enumerate(ranks) if own.replaced)
+    if slices == 1 and not changed and not replaced:
         raise NotJudged("all ranks have the same rows, and so the same loss")
     inventory = enumerate(view.evidence.inventory)
     # A rank without elements that train shows nothing of a step.
@@ -55,6 +57,11 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
                 raise Blocked("a step is made in which a rank has NaN", view.failed)
             actual = "the step is made, although it is skipped where rank 0 has NaN"
             yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
+    if replaced:
+        actual = "every rank has NaN, and the weights move and are numbers"
+        yield Finding(None, replaced, actual, "skipped, or NaN", **_REPLACED)
+    for what, holders in changed.items():
+        yield Finding(None, holders, f"a step that is skipped changes {what}", "left as it was", **_COUNTED)
     kept = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.kept)
     for name, holders in kept.items():
         yield Finding(name, holders, "NaN after the step that follows a skipped one", "a number", **_KEPT)
@@ -64,6 +71,15 @@ MADE_OR_SKIPPED = "made or skipped by all"
 _KEPT: Explanation = {
     "cause": "a skipped step keeps its gradients, and the next one adds to them",
     "remedy": "call zero_grad() whether the step is made or skipped",
+}
+_COUNTED: Explanation = {
+    "cause": "it is stepped or updated whether the step is made or skipped, so it is ahead of the weights ever after",
+    "remedy": "step the scheduler, and update averages, only where optimizer.step() has run",
+}
+_REPLACED: Explanation = {
+    "cause": "gradients or losses that are NaN are replaced by numbers (nan_to_num, zeros), and the optimizer makes a "
+    "step from its moments and the weight decay alone, and counts it",
+    "remedy": "skip the whole step on all ranks where the loss or the norm of the gradients is not finite",
 }
 _ONE_DECIDES: Explanation = {
     "cause": "one rank decides for all by its own loss",

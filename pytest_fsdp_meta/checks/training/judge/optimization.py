@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining, TensorFacts
-from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BLOCKING_CHECKS,
     EXPLAINING_CHECKS,
@@ -21,10 +21,11 @@ from pytest_fsdp_meta.text import counted, first_of, grouped
 
 
 @training_check(
-    promise="the optimizer holds each trainable parameter of the model exactly once, and no frozen one",
+    promise="the optimizer holds each trainable parameter of the model exactly once, before and after the steps, in a "
+    "group with the reference's settings, and no frozen one",
     needs=["inventory"],
     fields=["optimizer"],
-    uses=["training"],
+    uses=["reference", "training"],
     after=BLOCKING_CHECKS,
     why="An optimizer that was built before sharding holds the old parameters: it steps without an error and trains "
     "nothing.",
@@ -36,8 +37,10 @@ from pytest_fsdp_meta.text import counted, first_of, grouped
 def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     optimizers = _optimizers(view)
     missing: dict[str, list[int]] = {}
+    unfrozen: list[tuple[str, int]] = []
     stale: list[tuple[int, str]] = []
     for rank, optimizer in optimizers:
+        unfrozen += [(name, rank) for name in _unfrozen(view, rank)]
         unheld = _unheld(view, rank, optimizer)
         for name in unheld:
             missing.setdefault(name, []).append(rank)
@@ -48,10 +51,13 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     explanation = _REPLACED if any(optimizer.others for _, optimizer in optimizers) else {}
     for name, ranks in missing.items():
         yield Finding(name, tuple(ranks), f"in no parameter group of {kind}", "in exactly one", **explanation)
+    for name, ranks in grouped(unfrozen).items():
+        yield Finding(name, tuple(ranks), f"unfrozen by a step, and in no group of {kind}", "in one", **_UNFROZEN)
     for parameters, stale_on in ranks_by(stale).items():
         actual = f"{kind} holds {parameters} without storage, not registered by the model"
         yield Finding(None, stale_on, actual, "", **_REPLACED)
     yield from _wrongly_held(view, optimizers)
+    yield from _otherwise_set(view, optimizers)
 
 
 def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
@@ -92,6 +98,34 @@ def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
     return [] if stepped else [t.name for t in missing]
 
 
+def _unfrozen(view: View, rank: int) -> Iterator[str]:
+    """Yield the parameters that a step has unfrozen, that no group holds after the last one, and that nothing moved."""
+    runs = view.evidence.training
+    after = runs[rank].after if runs else None
+    if after is None or after.optimizer is None:
+        return
+    frozen = {t.name: t for t in view.evidence.inventory[rank].tensors if t.kind == "parameter" and not t.requires_grad}
+    for tensor in after.tensors:
+        before = frozen.get(tensor.name) if tensor.requires_grad else None
+        if before is not None and before.digest == tensor.digest and not after.optimizer.held.get(tensor.name):
+            yield tensor.name
+
+
+def _otherwise_set(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
+    """Report parameters whose group has other settings than the reference's, however little that moves them."""
+    reference, kind = view.evidence.reference, optimizers[0][1].kind
+    for name, theirs in (reference.settings if reference is not None else {}).items():
+        differing = ((rank, _differing(optimizer.settings.get(name, {}), theirs)) for rank, optimizer in optimizers)
+        for (ours, expected), ranks in ranks_by((rank, texts) for rank, texts in differing if texts[0]).items():
+            yield Finding(name, ranks, f"in a group of {kind} with {ours}", f"with {expected}", **_OTHER_GROUP)
+
+
+def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
+    keys = [key for key in SETTINGS if key in ours and key in theirs and ours[key] != theirs[key]]
+    actual, expected = (", ".join(f"{key}={own[key]}" for key in keys) for own in (ours, theirs))
+    return actual, expected
+
+
 def _wrongly_held(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
     kind = optimizers[0][1].kind
     for name, tensors in view.tensors("parameter"):
@@ -111,6 +145,19 @@ def _wrongly_held(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> I
 _REPLACED: Explanation = {
     "cause": "the optimizer was built before sharding or materialisation, which replaced the parameters that it holds",
     "remedy": "build the optimizer after fully_shard and to_empty",
+}
+SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
+"""Those of torch's optimizers that change a step; an optimizer of somebody else may keep its rank beside them."""
+_OTHER_GROUP = either(
+    "the function that builds the optimizer gave this parameter other settings than on the reference: ",
+    "groups are chosen by names with a wrapper's prefix",
+    "groups are chosen by the shapes of shards, or the function depends on the number of ranks (1 for the reference)",
+    "choose groups by the names and the whole shapes of the unwrapped model, and compute what depends on the number of "
+    "ranks outside of the function",
+)
+_UNFROZEN: Explanation = {
+    "cause": "it was frozen when the optimizer was built, and nothing adds it when a step unfreezes it",
+    "remedy": "call optimizer.add_param_group() where it is unfrozen, or give the optimizer all that will be trained",
 }
 _FROZEN: Explanation = {
     "cause": "the optimizer was given all parameters; a frozen one keeps its values only while it has no gradient",
@@ -136,7 +183,8 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
         moving = {t.name for t in reference.inventory.tensors if _changed(reference.after, t)}
     for name, tensors in view.tensors("parameter"):
         frozen = [(rank, t) for rank, t in tensors if not t.requires_grad or name in declared]
-        if not frozen or (name in moving and name not in declared):
+        meant = name in moving or (frozen and _added_by_step(name, after[frozen[0][0]], runs))
+        if not frozen or (meant and name not in declared):
             continue
         judged = True
         moved = tuple(rank for rank, t in frozen if _changed(after[rank], t))
@@ -147,6 +195,13 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
     yield from buffers
     if not (judged or buffers):
         raise NotJudged("nothing is frozen")
+
+
+def _added_by_step(name: str, after: RankInventory, runs: Sequence[RankTraining]) -> bool:
+    """Return whether a step has unfrozen the parameter and given it to the optimizer, which did not hold it before."""
+    before, later = runs[after.rank].optimizer, after.optimizer
+    held = before is not None and later is not None and not before.held.get(name) and later.held.get(name)
+    return bool(held) and after.by_name[name].requires_grad
 
 
 def _moved_buffers(view: View, after: Sequence[RankInventory], runs: Sequence[RankTraining]) -> Iterator[Finding]:

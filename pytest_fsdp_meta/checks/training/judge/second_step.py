@@ -254,13 +254,13 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
             detail = "" if factor else _describe_error(limits, alike_cases)
             ranks = tuple(rank for rank, _ in alike_cases)
-            explanation = _explain_settings(view, runs, name, ranks) or explain_rates(view, runs, ranks)
-            explanation = explanation or _explain_written(runs, name, ranks) or _explain_counted(runs, ranks)
+            explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
+            explanation = explanation or _explain_counted(runs, ranks)
             clear = all(c.measure is not None and c.measure.residual < CLEAR for _, c in alike_cases)
             if factor and clear and not explanation:
                 explanation = _explain_factor(view, runs, name, factor)
             explanation = explanation or explain_hooks_left_out(view)
-            explanation = explanation or (_STEP if _knows_settings(view, runs, name, ranks) else _SETTINGS)
+            explanation = explanation or (_STEP if _same_settings(view, runs, name, ranks) else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
 
 
@@ -270,31 +270,10 @@ def _describe_error(limits: Limits, cases: Cases) -> str:
     return f"relative error {max(c.relative for _, c in cases):.2g}"
 
 
-def _explain_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
-    """Explain an update by other settings of the parameter's group than in the reference; return {} if they agree."""
-    theirs = view.reference.settings.get(name, {})
-    for rank in ranks:
-        facts = runs[rank].optimizer
-        ours = facts.settings.get(name, {}) if facts is not None else {}
-        differing = [key for key in ours if key in theirs and ours[key] != theirs[key]]
-        if differing:
-            actual, expected = (", ".join(f"{key}={own[key]}" for key in differing) for own in (ours, theirs))
-            return either(
-                f"the optimizer's group of this parameter has {actual} on these ranks, and {expected} in the "
-                "reference: ",
-                "groups are chosen by names with a wrapper's prefix",
-                "groups are chosen by the shapes of shards, or the function that builds the optimizer depends on the "
-                "number of ranks (1 for the reference)",
-                "choose groups by the names and the whole shapes of the unwrapped model, and compute what depends on "
-                "the number of ranks outside of the function",
-            )
-    return {}
-
-
-def _knows_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
-    """Return whether the settings of the parameter's group are known on these ranks and in the reference."""
-    held = [facts.settings.get(name) if (facts := runs[rank].optimizer) is not None else None for rank in ranks]
-    return bool(view.reference.settings.get(name)) and all(held)
+def _same_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
+    """Return whether the parameter's group is known to have the reference's settings on these ranks."""
+    theirs, held = view.reference.settings.get(name), (runs[rank].optimizer for rank in ranks)
+    return bool(theirs) and all(facts is not None and facts.settings.get(name) == theirs for facts in held)
 
 
 def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
+from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinite
-from pytest_fsdp_meta.checks.training.observe.beside import Beside, last_beside, last_optimizer, rates_of
+from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, last_beside, last_optimizer, rates_of
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
@@ -196,32 +198,50 @@ def _scaled(tensors: Any, grad_tensors: Any, scale: float, after_another: bool) 
     return roots, scaled
 
 
+class _NotFinite(NamedTuple):
+    """What one step, with or without NaN, has done on this rank."""
+
+    moved: bool
+    """Whether it has changed trainable parameters."""
+    nan: bool
+    """Whether any of them is NaN now."""
+    changed: tuple[str, ...]
+    """What else of a step it has changed: the state of the optimizer, the schedule, averages."""
+
+
 def observe_not_finite() -> StepNotFinite:
     """Run the author's step with NaN in what the model returns on the ranks of the first slice of the batch.
 
     If that leaves all ranks as they were, run it again, with NaN on those of the last slice; and, if that does as well,
-    once as it is. The model may be of no use afterwards.
+    once as it is. If the weights have moved and are numbers still, run it with NaN on all ranks. The model may be of no
+    use afterwards.
     """
     rank, subject = current(), resharded_subject()
     data_parallel = batch_slice(subject, rank)
     rows = rows_of_step(subject, 0, data_parallel, rank.device)
-    steps: list[bool | None] = []
+    steps: list[_NotFinite | None] = []
     for bad in dict.fromkeys((0, data_parallel[1] - 1)):
         # Where one rank does not call the model, none may wait for another step of it.
-        if steps and on_any_rank(steps[0] is not False):
+        if steps and on_any_rank(steps[0] is None or steps[0].moved):
             break
-        steps.append(_moves(subject, rank, rows, data_parallel[0] == bad))
-    kept: tuple[str, ...] = ()
-    if not on_any_rank(any(step is not False for step in steps)):
-        _moves(subject, rank, rows, spoiling=False)
+        steps.append(_step_not_finite(subject, rank, rows, data_parallel[0] == bad))
+    made = tuple(step for step in steps if step is not None)
+    found = StepNotFinite(data_parallel, tuple(step.moved for step in made))
+    if on_any_rank(len(made) < len(steps)):
+        return found if len(made) == len(steps) else replace(found, moved=())
+    if not on_any_rank(any(step.moved for step in made)):
+        changed = tuple(dict.fromkeys(name for step in made for name in step.changed))
+        _step_not_finite(subject, rank, rows, spoiling=False)
         tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
-        kept = tuple(tensor.name for tensor in tensors if tensor.requires_grad and tensor.nan)
-    moved = tuple(step for step in steps if step is not None)
-    return StepNotFinite(data_parallel, moved if len(moved) == len(steps) else (), kept)
+        return replace(found, changed=changed, kept=tuple(t.name for t in tensors if t.requires_grad and t.nan))
+    if not on_any_rank(any(step.nan for step in made)):
+        every = _step_not_finite(subject, rank, rows, spoiling=True)
+        return replace(found, replaced=every is not None and every.moved and not every.nan)
+    return found
 
 
-def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> bool | None:
-    """Return whether a step changes this rank's parameters; None if it calls no model, or that returns no numbers."""
+def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> _NotFinite | None:
+    """Run a step, ``spoiling`` what the model returns; return None if it calls no model, or that returns no numbers."""
     doing("a step that is not finite")
     before, called = _digests(subject, rank), False
     optimizer = last_optimizer(subject, rank)
@@ -237,11 +257,30 @@ def _moves(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -
         # Not run_author_step(): here a step may well leave the optimizer alone.
         beside = last_beside(subject, rank, optimizer)
         with beside.kept_schedule(optimizer), with_dropout(subject.model, rank.device):
+            held = _of_a_step(optimizer, beside)
             call_author_step(subject, optimizer, rows, beside)
+            after = _of_a_step(optimizer, beside)
     finally:
         hook.remove()
     reshard(subject.model)
-    return _digests(subject, rank) != before if called else None
+    if not called:
+        return None
+    tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
+    nan = any(tensor.nan for tensor in tensors if tensor.requires_grad)
+    changed = tuple(name for name, own in after.items() if own != held.get(name))
+    return _NotFinite(_digests(subject, rank) != before, nan, changed)
+
+
+def _of_a_step(optimizer: Optimizer, beside: Beside) -> dict[str, list[Fingerprint]]:
+    """Return what a step that is skipped leaves alone as well, by what it belongs to."""
+    states = [value for part in parts_of_optimizer(optimizer) for own in part.state.values() for value in own.values()]
+    found = {"the state of the optimizer": [fingerprint(value) for value in states]}
+    for name, value in beside.entries():
+        if name.startswith(f"{SCHEDULER}."):
+            found.setdefault("the schedule", []).append(fingerprint(value))
+        elif name.partition(".")[0] in beside.averages() and isinstance(value, Tensor) and value.is_floating_point():
+            found.setdefault(name.partition(".")[0], []).append(fingerprint(value))
+    return found
 
 
 def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:

@@ -106,6 +106,8 @@ def observe_training(
     seen.before.clear()  # what follows needs the memory
     rank.state.update(optimizer=optimizer, beside=beside)
     after = take_inventory(subject.model, rank.rank, str(rank.device))
+    if optimizer is not None:
+        after = replace(after, optimizer=optimizer_facts(optimizer, subject))
     rank.state[OWN_CHANGES] = dict(seen.buffers.moments)
     again = FirstBatchAgain(subject, rank, data_parallel, seen.records, optimizer)
     again.observe()
