@@ -56,7 +56,7 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanat
         return _CLOSE
     if random and all(c.differing < 0.9 * c.elements for _, c in cases):
         return _IN_PART
-    return {} if is_whole(tensor) else _UNRELATED
+    return {}
 
 
 def _rounded_through(cases: Cases) -> str:
@@ -242,10 +242,6 @@ ELSEWHERE = either(
     "it is read by the number that the part has on this rank or stage, without the number of the first one there",
     "match tensors by their names in the whole model: add the number of the rank's or stage's first block or expert",
 )
-_UNRELATED: Explanation = {
-    "cause_sharded": "it was read from another part of the tensor than its placement says, or is initialised again "
-    "where there are several ranks"
-}
 _ODD_WHOLE: Explanation = {
     "cause": "these ranks did not receive the weight that the others have: it was loaded on some ranks only, or "
     "initialised from a seed that depends on the rank",

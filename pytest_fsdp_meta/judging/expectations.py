@@ -161,9 +161,7 @@ def compare_with_default(
         if size == 1 or role not in roles:
             continue
         if role == "shard" and sharded_dim(placement) is None:
-            return Mismatch(
-                describe_placements(tensor), f"sharded over {dim or 'the mesh'}={size}", **_explain_name(dim, placement)
-            )
+            return Mismatch(describe_placements(tensor), f"sharded over {dim or 'the mesh'}={size}")
         if role == "replicate" and placement != "R":
             where = f"replicated over {dim or 'the first mesh dimension'}={size}"
             return Mismatch(
@@ -190,17 +188,6 @@ def _forgotten(tensor: TensorFacts, dims: dict[str | None, int], reduces: bool, 
                 describe_placements(tensor), f"replicated over {name}={size}{as_well} (by fully_shard(mesh=...))"
             )
     return None
-
-
-def _explain_name(dim: str | None, placement: str) -> Explanation:
-    """Explain a replicated dimension that may be intended: a loader's own mesh may use any name for it."""
-    if dim is None or dim.endswith("shard") or dim == "fsdp" or placement != "R":
-        return {}
-    return {
-        "cause": f"it was not sharded over {dim}, or {dim} is meant to replicate and has a misleading name",
-        "remedy": "shard it; or name the dimension dp_replicate if it replicates, or tp, cp, pp or ep if it splits the "
-        "model; or declare Subject(placements=...)",
-    }
 
 
 def describe_placements(tensor: TensorFacts) -> str:

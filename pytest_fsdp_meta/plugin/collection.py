@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.catalogue import Selection
+from pytest_fsdp_meta.catalogue import Catalogue, Selection
 from pytest_fsdp_meta.evidence.records import MOST_RUN, MOST_SIMULATED
 from pytest_fsdp_meta.loader.call import body
 from pytest_fsdp_meta.plugin import markers, preloading
@@ -19,7 +20,6 @@ from pytest_fsdp_meta.plugin._pytest_private import expectation, parameters, rec
 from pytest_fsdp_meta.plugin.items import SpmdItem, WorldItem
 from pytest_fsdp_meta.plugin.loader_items import Loader, LoaderItem
 from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD, ConformanceSpec, WorldMarkerSpec
-from pytest_fsdp_meta.plugin.node_ids import join_without_check
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import Settings, runs_nothing
 from pytest_fsdp_meta.worlds import WorldSpec, choose, choose_simulated
@@ -189,3 +189,28 @@ def plan(session: PluginSession, items: Iterable[pytest.Item]) -> None:
     if modules:
         session.engine.worlds = len(worlds)
         preloading.begin(session.engine, modules, session.config, bool(loaders))
+
+
+CHECK_AT_END = re.compile(r"[-\[](\w+)\]$")
+
+
+def loader_of(nodeid: str, catalogue: Catalogue) -> str | None:
+    """Return the node id up to the check, which all items of a loader in one world share; None for other items."""
+    found = CHECK_AT_END.search(nodeid)
+    return nodeid[: found.start(1)] if found and found[1] in catalogue else None
+
+
+def split_node_id(nodeid: str, catalogue: Catalogue) -> tuple[str, str] | None:
+    """Return the display name of the loader in its world and the check id; None for other items."""
+    prefix = loader_of(nodeid, catalogue)
+    if prefix is None and "]@" in nodeid:  # an xdist_group mark appends "@group"
+        nodeid = nodeid.rpartition("@")[0]
+        prefix = loader_of(nodeid, catalogue)
+    return None if prefix is None else (join_without_check(prefix, "]"), nodeid[len(prefix) : -1])
+
+
+def join_without_check(before: str, after: str) -> str:
+    """Return a name without its check, from the parts before and after it, and without the separator left over."""
+    if before.endswith("[") and after == "]":
+        return before[:-1]
+    return before + after[1:] if after.startswith("-") else before.removesuffix("-") + after

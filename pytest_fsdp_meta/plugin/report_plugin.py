@@ -18,9 +18,9 @@ import pytest
 from pytest_fsdp_meta.catalogue import Catalogue
 from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.codec import write_whole
+from pytest_fsdp_meta.plugin.collection import split_node_id
 from pytest_fsdp_meta.plugin.comparer import Comparer
 from pytest_fsdp_meta.plugin.loader_items import LoaderItem
-from pytest_fsdp_meta.plugin.node_ids import split_node_id
 from pytest_fsdp_meta.plugin.outcomes import KIND, attached_context
 from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere

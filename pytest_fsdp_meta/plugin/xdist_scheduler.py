@@ -8,7 +8,7 @@ from typing import Any
 from xdist.scheduler import LoadGroupScheduling, LoadScheduling
 
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.plugin.node_ids import loader_of
+from pytest_fsdp_meta.plugin.collection import loader_of
 
 
 def keep_loaders_together(usual: Any, config: Any, log: Any, catalogue: Catalogue) -> Any:

@@ -7,7 +7,6 @@ torch. On a rank, ``current()`` returns its number, device and mesh.
 from pytest_fsdp_meta.worlds.engine import Engine
 from pytest_fsdp_meta.worlds.failures import CallFailed, Misuse, RankFailure, WorldError, cause_of
 from pytest_fsdp_meta.worlds.leases import Lease, LeaseError
-from pytest_fsdp_meta.worlds.listener import Listener, ObservedWorld
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.pool import Pool
 from pytest_fsdp_meta.worlds.rank.main import current, doing, forward_warnings, note
@@ -22,7 +21,7 @@ from pytest_fsdp_meta.worlds.spec import (
     choose_simulated,
     resolve_mesh,
 )
-from pytest_fsdp_meta.worlds.world import World
+from pytest_fsdp_meta.worlds.world import Listener, ObservedWorld, World
 
 __all__ = [
     "DEFAULT_MESH_DIM",

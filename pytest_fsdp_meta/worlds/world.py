@@ -13,14 +13,14 @@ from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from pytest_fsdp_meta.text import grouped, name_ranks
 from pytest_fsdp_meta.worlds.conversation import Conversation, Replies, pack_call, unpack_results
 from pytest_fsdp_meta.worlds.engine import Engine, Member, Message
 from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
-from pytest_fsdp_meta.worlds.listener import Listener
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
+from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.spec import WorldSpec
 from pytest_fsdp_meta.worlds.system import processes, temp_folders
 from pytest_fsdp_meta.worlds.system.output import OutputFollower, OutputTail
@@ -33,6 +33,68 @@ END_TIMEOUT = 10.0
 MOST_ACTIVITIES = 4
 """Activities that an error names when ranks did different things, so that they fit on a line."""
 _DEFAULT_ENGINE: Engine = ForkServerEngine()
+
+
+class ObservedWorld(Protocol):
+    """The part of a ``World`` that its listener may use."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def spec(self) -> WorldSpec: ...
+
+    def can_debug(self, rank: int) -> bool:
+        """Return whether ``post_mortem`` is possible on the rank."""
+
+    def post_mortem(self, rank: int, debugger: str) -> bool:
+        """Open a debugger where the last call failed on the rank; return whether the user typed "quit".
+
+        It borrows the terminal from the listener. Raises ValueError, with the reason, if it got none.
+        """
+
+    def close(self) -> None:
+        """End every rank."""
+
+
+class Listener:
+    """Receives the reports of one or more worlds. Override what you need; the default only reissues warnings of ranks.
+
+    Every method but ``wrote`` is called in the thread that called the world.
+    """
+
+    live = False
+    """Whether ``wrote`` is called."""
+
+    def on_wait(self, world: ObservedWorld, doing: str) -> None:
+        """Handle that the world starts to wait for its ranks, which are now ``doing``: "starting", "running load"."""
+
+    def on_note(self, world: ObservedWorld, rank: int, kind: str, what: Any) -> None:
+        """Handle a rank's call of ``note(kind, what)``."""
+        if isinstance(what, RankWarning):
+            reissue(what, f"on rank {rank}")
+
+    def failed(self, world: ObservedWorld, error: WorldError, keep: Callable[[], ObservedWorld]) -> None:
+        """Handle that a call failed; the world ends afterwards.
+
+        ``keep()`` takes the ranks out of this world and returns them, still running, as a world that the listener has
+        to close.
+        """
+
+    def interrupted(self, world: ObservedWorld, error: BaseException, describe: Callable[[str], WorldError]) -> None:
+        """Handle that an exception ended the wait for the ranks, such as that of a time limit; the world ends now.
+
+        ``describe(cause)`` asks the ranks where they are.
+        """
+
+    @contextmanager
+    def lend_terminal(self, world: ObservedWorld, rank: int, pid: int) -> Iterator[None]:
+        """Lend the rank's process the terminal for one prompt of a debugger. Raise ValueError with a reason if not."""
+        raise ValueError("this world has no listener that provides one")
+        yield
+
+    def on_output(self, world: ObservedWorld, rank: int, lines: Sequence[str]) -> None:
+        """Handle lines that the rank has written. Called from another thread until the world is closed."""
 
 
 class World:

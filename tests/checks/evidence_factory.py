@@ -222,7 +222,7 @@ def trained(rank: RankInventory, slices: int, losses: Sequence[float], batches: 
         optimizer=OptimizerFacts("SGD", {t.name: int(t.requires_grad) for t in rank.tensors if t.kind == "parameter"}),
         movements=tuple(Movement(t.name, t.local_shape[0], 0) for t in trainable if t.numel),
         accumulation=Accumulation(alike),
-        clipped=Clipping(1.5, alike),
+        clipped=Clipping(alike),
         second=SecondStep(parameters=alike, gradients=alike),
         forward=ForwardWeights(len(losses)),
         buffers=TrainedBuffers(),
@@ -369,7 +369,7 @@ def clipped(
     """Declare a function that clips, and let it leave this gradient of MIDDLE (relative to the right one)."""
     seen = remeasured(evidence, MIDDLE, factor, apart, ranks)
     pairs = zip(evidence.training or (), seen.training or (), strict=True)
-    runs = tuple(replace(run, clipped=Clipping(1.5, wrong.gradients)) for run, wrong in pairs)
+    runs = tuple(replace(run, clipped=Clipping(wrong.gradients)) for run, wrong in pairs)
     declared = replace(evidence.subject, declared=evidence.subject.declared | {"clip_grad_norm"})
     return replace(evidence, training=runs, subject=declared)
 
@@ -471,9 +471,7 @@ def drew(evidence: Evidence, *names: str, by_dtensor: bool = False) -> Evidence:
 def spread(key: str, deviation: float = 1.0, elements: int = 4096, **facts: Any) -> Spread:
     """Return the spread of a normal draw; ``key`` stands for its values."""
     head = f"head of {key}"
-    return replace(
-        Spread(elements, elements, 0.0, deviation**2, 3 * deviation**4, 1e4, f"sample of {key}", head), **facts
-    )
+    return replace(Spread(elements, elements, deviation**2, 3 * deviation**4, 1e4, f"sample of {key}", head), **facts)
 
 
 def on_ranks(evidence: Evidence, ranks: Iterable[int] | None, edit: Callable[[RankInventory], tuple[TensorFacts, ...]]):

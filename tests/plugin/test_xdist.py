@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.plugin.node_ids import loader_of, split_node_id
+from pytest_fsdp_meta.plugin.collection import loader_of, split_node_id
 from pytest_fsdp_meta.plugin.xdist_scheduler import ByGroup
 from tests.conftest import Project, errors
 

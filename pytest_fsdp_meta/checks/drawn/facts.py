@@ -16,7 +16,6 @@ class Spread:
 
     elements: int
     distinct: int
-    mean: float
     variance: float
     fourth: float
     surprise: float

@@ -79,7 +79,6 @@ def spread_of(tensor: Tensor) -> Spread:
     return Spread(
         elements=sample.numel(),
         distinct=counts.numel(),
-        mean=float(mean),
         variance=float(squares.sum() / max(sample.numel() - 1, 1)),
         fourth=float(squares.square().mean()),
         surprise=float((counts * (math.log(sample.numel()) - counts.log())).sum()),

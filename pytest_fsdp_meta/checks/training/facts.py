@@ -82,12 +82,11 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Clipping:
-    """The gradients of the first step, clipped by the author's function to ``bound``, half of the reference's norm.
+    """The gradients of the first step, clipped by the author's function to half of the reference's norm.
 
     They are divided by the scale that clipping should apply, so that right ones equal the reference's own gradients.
     """
 
-    bound: float
     gradients: tuple[Comparison, ...] = ()
     own: tuple[Comparison, ...] = ()
     """Clipped to ``OwnClipping.bound`` and compared with what the same function left of the reference's gradients."""

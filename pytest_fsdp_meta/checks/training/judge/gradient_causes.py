@@ -43,7 +43,8 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
         return _explain_constant(view, runs, factor)
     counted = f"({number} is {meaning})"
     if not divides(factor):
-        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if _is_expert(view, name) else _AVERAGE
+        of_expert = any(is_expert(tensor) for _, tensor in view.holders(name))
+        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if of_expert else _AVERAGE
     elif view.evidence.subject.loss_over_ranks == "sum":
         cause = (
             f"divided once too often {counted}: the ranks' losses add up "
@@ -96,10 +97,6 @@ def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
     return {str(sum(numbers)) for numbers in zip(*labels_of.values(), strict=True)}
 
 
-def _is_expert(view: View, name: str) -> bool:
-    return any(is_expert(tensor) for _, tensor in view.holders(name))
-
-
 def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
@@ -107,8 +104,6 @@ def explain_other(view: View, name: str, cases: Cases) -> Explanation:
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
-    elif _is_expert(view, name):
-        explanation = _EXPERTS
     elif "train_step" in view.evidence.subject.declared:
         explanation = _BY_STEP
     elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
@@ -235,12 +230,6 @@ _TIED: Explanation = {
     "cause": "it is tied to another parameter, so it has the gradients of both; the reference does not tie them",
     "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "
     "reference",
-}
-_EXPERTS: Explanation = {
-    "cause": "gradients of experts are reduced over the wrong ranks or not at all: an expert that several ranks hold "
-    "needs the rows of all of them",
-    "remedy": "reduce the gradients of experts over the ranks that hold the same experts, and scale them like all "
-    "other gradients",
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, follow_step
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import RankTraining, splits_model, splits_sequence
+from pytest_fsdp_meta.evidence import RankTraining, splits_sequence
 from pytest_fsdp_meta.judging.expectations import sequence_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
@@ -193,7 +193,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         return explanation
     if by_step and _forward_agrees(view):
         return _explain_other_loss(view)
-    return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view, by_step))
+    return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view))
 
 
 def _forward_agrees(view: View) -> bool:
@@ -246,8 +246,7 @@ def _explain_other_loss(view: View) -> Explanation:
     near = theirs / 2 < ours < 2 * theirs
     return {
         "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
-        f"Subject(loss=...): {', or '.join((divisor, labels) if near else (labels, divisor))}"
-        + _split_causes(view, by_step=True),
+        f"Subject(loss=...): {', or '.join((divisor, labels) if near else (labels, divisor))}" + _split_causes(view),
         "remedy": "compare the divisor, the labels and their mask in train_step with those in Subject(loss=...), over "
         "all micro-batches and ranks",
     }
@@ -352,18 +351,12 @@ _SCALED_LOSS = {
 _SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
 
 
-def _split_causes(view: View, by_step: bool) -> str:
-    """Return one more possible cause if a mesh dimension splits the sequence, or the model, else ""."""
+def _split_causes(view: View) -> str:
+    """Return one more possible cause if a mesh dimension splits the sequence, else ""."""
     meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
     sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in mesh.pairs)]
-    wide = [dim for dim, size in sizes if dim is not None and size > 1]
-    if any(splits_sequence(dim) for dim in wide):
+    if any(splits_sequence(dim) for dim, size in sizes if dim is not None and size > 1):
         return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
-    if any(splits_model(dim) for dim in wide) and not by_step:
-        return (
-            "; or a tensor-parallel plan shards a fused weight (qkv) without regard to its parts, or adds a bias once "
-            "per rank"
-        )
     return ""
 
 

@@ -246,14 +246,13 @@ def clip_on_rank(
 
     ``norms`` are that of the reference, which torch computes, and the one that the author's function returns here.
     """
-    bound = norms[0] / 2
-    halves = compare_gradients(clipped_gradients(model, clip, bound, scale=0.5), records["gradients"])
+    halves = compare_gradients(clipped_gradients(model, clip, norms[0] / 2, scale=0.5), records["gradients"])
     found: tuple[Comparison, ...] = ()
     if own is not None and own.bound is not None:
         found = compare_gradients(clipped_gradients(model, clip, own.bound), records["clipped"])
     known = (*norms, None if own is None else own.norm)
     largest = max((norm for norm in known if norm is not None and math.isfinite(norm)), default=math.inf)
-    return Clipping(bound, halves, found, _changed(model, clip, 2 * largest))
+    return Clipping(halves, found, _changed(model, clip, 2 * largest))
 
 
 def _changed(model: Module, clip: ClipGradNorm, bound: float) -> tuple[Comparison, ...]:
