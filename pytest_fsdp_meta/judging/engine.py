@@ -28,7 +28,7 @@ from pytest_fsdp_meta.judging.view import (
     Unjudgeable,
     View,
 )
-from pytest_fsdp_meta.text import counted, first_line, first_of
+from pytest_fsdp_meta.text import counted, first_line
 
 AS_LOADED = ("inventory", "reference", "values", "verifier", "repetition")
 """Observations that load the model and inspect it, without running it: no finding explains an error there."""
@@ -123,8 +123,6 @@ def _judge(check: Check, run: _Run) -> Verdict:
     for need in (*check.needs, check.id):
         if need in evidence.unavailable:
             return _unavailable(check, need, run)
-    if "training" in check.needs and (reason := _trained_otherwise(check, run)):
-        return Verdict(check, "error", reason=reason)
     # Where the check of requires_grad is expected to fail, it explains nothing: the reference trains what ranks train.
     shared = {RETRAINED} & {*run.selection.xfailing}
     failed = tuple(id for id in check.after if id not in shared and run.findings(id))
@@ -262,27 +260,6 @@ def _already_failed(check: Check, run: _Run) -> dict[str, str]:
                 if name not in shared.get(id, ()):
                     already_failed.setdefault(name, id)
     return already_failed
-
-
-def _trained_otherwise(check: Check, run: _Run) -> str:
-    """Return why a check cannot be judged: the reference trained from values that no selected check reports as wrong.
-
-    That happens when stored evidence is judged by fewer checks than its run had.
-    """
-    reference = run.evidence.reference
-    if reference is None or not reference.adopted or not {"reference", "training"} <= {*check.needs, *check.uses}:
-        return ""
-    selected = [id for id in VALUES_CHECKS.values() if id in run.catalogue]
-    # A values check leaves tensors to more basic ones, such as replicas_equal.
-    ids = [*selected, *(basic for id in selected for basic in run.catalogue[id].after)]
-    reported = {name for id in ids for finding in run.findings(id) for name in finding.failed_tensors}
-    unreported = [name for name in reference.adopted if name not in reported]
-    if not unreported:
-        return ""
-    return (
-        f"the reference trained from the loader's own values of {first_of(unreported)}; select the check that reports "
-        f"them as well ({', '.join(VALUES_CHECKS.values())})"
-    )
 
 
 def _complete(check: Check, finding: Finding, run: _Run) -> Finding:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_fsdp_meta.catalogue import Selection, judge
-from pytest_fsdp_meta.evidence import Evidence, store
+from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.loader.call import ASSUME, SKIPS, Call
 from pytest_fsdp_meta.plugin import _pytest_private, hypothesis_given, outcomes
@@ -175,7 +174,7 @@ class LoaderItem(RanksItem, pytest.Function):
 
     def _add_loader_results(self, context: ItemContext) -> ItemContext:
         """Add the loader's evidence, error and durations to the context, unless its previous item attached them."""
-        run, loader, problem = self._example or self.loader.run, context.loader, ""
+        run, loader = self._example or self.loader.run, context.loader
         latest = run.evidence or loader.error
         if not latest or self.loader.attached is latest:
             return context
@@ -190,26 +189,7 @@ class LoaderItem(RanksItem, pytest.Function):
             loader = replace(loader, evenness=evenness, notes=notes_on(evidence))
         if self.plugin.settings.report:
             loader = replace(loader, summary=summarise(evidence))
-            if self._example is None:  # which is about one choice of arguments, not about the loader
-                try:
-                    loader = replace(loader, evidence=self._store_evidence(loader.loader, evidence))
-                except OSError as error:
-                    problem = f"the evidence of {loader.loader} was not stored: {error}"
-        return replace(context, loader=loader, problem=problem, describes_loader=True)
-
-    def _store_evidence(self, loader: str, evidence: Evidence) -> str:
-        """Write the evidence and return its file, relative to the report. Raises OSError."""
-        stored = store.StoredEvidence(
-            schema=store.SCHEMA,
-            loader=loader,
-            known=tuple(self.plugin.catalogue.ids()),
-            offered=self.spec.checks,
-            evidence=evidence,
-            skip=self.spec.skip,
-            xfail=self.spec.xfail,
-        )
-        folder = Path(self.plugin.settings.report, store.FOLDER)
-        return f"{folder.name}/{store.write_evidence(folder, stored).name}"
+        return replace(context, loader=loader, describes_loader=True)
 
     @property
     def _test(self) -> str:

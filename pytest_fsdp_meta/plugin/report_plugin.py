@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.catalogue import Catalogue
-from pytest_fsdp_meta.evidence import store
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.plugin.collection import split_node_id
 from pytest_fsdp_meta.plugin.comparer import Comparer
@@ -218,7 +217,7 @@ class ReportPlugin:
     def _finish_report(self, session: pytest.Session) -> None:
         """Write the complete report; if that fails, try once more with the exit status that the failure causes."""
         for _ in range(2):
-            if self._problems and session.exitstatus == pytest.ExitCode.OK:
+            if self._write_problem and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
             if self._is_started:
                 self._write(self._report(int(session.exitstatus)))
@@ -232,7 +231,7 @@ class ReportPlugin:
             ended_early and not self._any_item_reported
         ):  # pytest itself says why nothing ran
             return
-        if self.loaders or self._problems:
+        if self.loaders or self._write_problem:
             terminalreporter.write_sep("=", "fsdp conformance")
             self._print_totals(terminalreporter)
         if self._comparer.is_requested:
@@ -245,15 +244,10 @@ class ReportPlugin:
             is_shown = self._config.getoption("tbstyle", "auto") not in ("no", "line")
             for line, markup in describe_totals(self.loaders, self._config.get_verbosity(), is_shown):
                 terminalreporter.write_line(line, **markup)
-        for problem in self._problems:
-            terminalreporter.write_line(f"--fsdp-report: {problem}", red=True)
-        if self._is_started and self._writer is not None and not self._write_problem:
+        if self._write_problem:
+            terminalreporter.write_line(f"--fsdp-report: the report is incomplete: {self._write_problem}", red=True)
+        elif self._is_started and self._writer is not None:
             terminalreporter.write_line(f"report: {self._writer.folder}")
-
-    @property
-    def _problems(self) -> list[str]:
-        incomplete = [f"the report is incomplete: {self._write_problem}"] if self._write_problem else []
-        return [*incomplete, *self._records.problems]
 
     @property
     def loaders(self) -> tuple[LoaderRecord, ...]:
@@ -282,7 +276,6 @@ class ReportPlugin:
                 self._is_started = True
                 # Delete the files of an earlier run, so that they never pass for this run's if the disk is full.
                 self._writer.clear((PAGE, SUMMARY))
-                store.clear_evidence(self._writer.folder / store.FOLDER)
             self._writer.write(report)
             if report.complete or not report.loaders:  # a page opened during the run says that it is not complete
                 from pytest_fsdp_meta.reports.page import write_page

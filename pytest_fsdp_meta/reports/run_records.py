@@ -20,8 +20,6 @@ class ItemContext:
     check: CheckRecord
     offered: tuple[str, ...] | None = None
     """The checks that the marker leaves to pytest to select; None where they are not known."""
-    problem: str = ""
-    """Why the evidence was not stored."""
     describes_loader: bool = False
     """Whether ``loader`` has more than world and loads: the first item that knows the rest reports it for all."""
 
@@ -51,7 +49,7 @@ class RunRecords:
         latest = self._loaders.get(item.key)
         if latest is not None and not item.describes_loader:
             known = replace(latest.loader, world=item.loader.world, loads=item.loader.loads)
-            item = replace(item, loader=known, problem=latest.problem)
+            item = replace(item, loader=known)
         self._loaders[item.key] = item
         checks = self._checks.setdefault(item.key, {})
         check = item.check.check
@@ -83,11 +81,6 @@ class RunRecords:
             self._forgotten.add(key)
             self._planned = {known: place for known, place in self._planned.items() if place[0] != key}
             del self._loaders[key], self._checks[key]
-
-    @property
-    def problems(self) -> list[str]:
-        """Why evidence was not stored, for each loader where it was not."""
-        return [item.problem for item in self._loaders.values() if item.problem]
 
     def loaders(self, catalogue: Catalogue) -> tuple[LoaderRecord, ...]:
         """Return a record of each loader, in the order of planning, with every check for worlds of its kind."""

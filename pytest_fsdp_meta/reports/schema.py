@@ -336,8 +336,6 @@ class LoaderRecord:
     """Why no check of the loader was judged, in one line: it raised, returned no model, hung or died."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Activity -> seconds, in the order in which activities began."""
-    evidence: str = ""
-    """The file of the stored evidence, relative to the report; empty where none was stored."""
     summary: Summary | None = None
     evenness: Evenness | None = None
     """None if nothing is sharded."""

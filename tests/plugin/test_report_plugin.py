@@ -1,4 +1,4 @@
-"""``--fsdp-report``: the report of a run, the evidence stored beside it, and the totals in the terminal."""
+"""``--fsdp-report``: the report of a run, and the totals in the terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pytest_fsdp_meta.catalogue import built_in, judge
-from pytest_fsdp_meta.evidence.store import read_evidence
+from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.plugin.report_plugin import LOCK
 from pytest_fsdp_meta.reports.io import read_report
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord, Report
@@ -123,22 +122,7 @@ def test_the_report_has_every_check_of_every_loader(project: Project) -> None:
     output = result.stdout.str()
     assert "checks accounted for in 4 loaders" in output
     assert "FAILED test_it.py::test_broken[no_uninitialized_memory] - table, ranks" in output
-    _judged_again(project, report)
     _in_junit(project.path / "junit.xml")
-
-
-def _judged_again(project: Project, report: Report) -> None:
-    """Judge the stored evidence without ranks, with the same findings."""
-    files = [loader.evidence for loader in report.loaders]
-    assert [bool(file) and (project.path / "out" / file).is_file() for file in files] == [True, True, True, False]
-    for loader in report.loaders[:3]:
-        evidence, catalogue = read_evidence(project.path / "out" / loader.evidence).evidence, built_in()
-        for check in ("no_meta_params", "no_uninitialized_memory"):
-            again = judge(catalogue[check], evidence, catalogue).findings
-            assert [one.actual for one in again] == [one.actual for one in the(loader, check).findings]
-    # A new report has no evidence of an earlier run.
-    project.run("--fsdp-report=out", "-k", "raises")
-    assert not list((project.path / "out" / "evidence").iterdir())
 
 
 def _in_junit(path: Path) -> None:
@@ -367,7 +351,6 @@ def test_the_report_shows_the_example_that_failed(project: Project) -> None:
         ((3, 3), "meta"),
         ((3,), "meta"),
     }
-    assert loader.evidence == "", "the evidence of an example is not stored"
     (found,) = (one for one in loader.checks if one.status == "failed")
     assert "n=3" in found.detail
 
