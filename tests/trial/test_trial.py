@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +36,6 @@ def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
     fully_shard(model[0], mesh=fsdp.mesh)
     fully_shard(model, mesh=fsdp.mesh)
     return Subject(model, reference=build, batch=batch, loss=loss, **declared)
-
-
-def frozen_as_declared(fsdp: Rank) -> Subject:
-    return subject(fsdp, freeze=True, frozen="0.*")
 
 
 OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
@@ -147,12 +142,6 @@ def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if torch.distributed.get_world_size() == 2:
         os._exit(5)
     return loss(model, batch)
-
-
-def test_stored_evidence_gets_the_same_verdicts():
-    evidence = observed(frozen_as_declared)
-    stored = pickle.loads(pickle.dumps(evidence))
-    assert judge_all(stored, built_in().ids()) == judge_all(evidence, built_in().ids())
 
 
 def wrong_batch(step: int) -> dict[str, Tensor]:
