@@ -133,6 +133,12 @@ def test_right_loaders_pass(name):
     assert (found.status, found.reason, found.findings) == ("passed", "", ())
 
 
+def test_data_that_is_not_declared_costs_nothing():
+    evidence = observed(lambda fsdp: {})
+    assert [evidence.unavailable[name].kind for name in ("batches", "batches_resumed")] == ["undeclared"] * 2
+    assert outcome(judged(lambda fsdp: {})) == (("skipped", "Subject(data=...) is not declared"),) * 2
+
+
 def test_a_loader_without_a_state_names_what_to_declare():
     found = judged(lambda fsdp: {"data": of_rank(fsdp)}, RESUME)[RESUME]
     assert found.status == "skipped"
