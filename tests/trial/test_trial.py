@@ -203,10 +203,6 @@ def test_errors_in_declared_functions_name_the_field(declared, reason):
     assert wrong(verdicts) == dict.fromkeys(TRAINED, ("error", reason))
 
 
-def optimizer_of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model[0].parameters(), lr=0.5)
-
-
 class NeedsArgument(torch.optim.SGD):
     def __init__(self, parameters: Any, more: int) -> None:
         super().__init__(parameters, lr=more)
@@ -230,13 +226,6 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
         return Subject(model, reference=build, batch=batch, loss=loss, optimizer=make(model))
 
     return loader
-
-
-def test_an_optimizer_without_the_live_parameters_is_found():
-    verdicts = judged(with_optimizer(optimizer_of_one_layer))
-    wrong = {id: found.status for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert wrong == {"optimizer_owns_parameters": "failed"}
-    assert "which the findings of optimizer_owns_parameters explain" in verdicts[PARITY].reason
 
 
 @pytest.mark.parametrize(
