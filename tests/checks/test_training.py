@@ -23,7 +23,6 @@ from tests.checks.evidence_factory import (
     healthy,
     in_slices,
     on_ranks,
-    on_runs,
     place,
     remeasured,
     rename,
@@ -429,13 +428,3 @@ def test_losses_that_an_earlier_check_explains_are_not_reported_again(name):
     several = verdict(PARITY, change(differ(evidence, COUNTER), EMBEDDING, dtype="float64"))
     known = "dtypes_match_reference, " + ("params_equal_reference, " if name == MIDDLE else "")
     assert f"the findings of {known}buffers_equal_reference explain" in several.reason
-
-
-def test_a_parameter_that_only_the_loader_freezes_explains_the_losses():
-    evidence = losses(change(healthy(1), MIDDLE, requires_grad=False), (2.0, 1.75, 1.5))
-    found = verdict(PARITY, evidence)
-    assert (found.status, f"the findings of {TRAINABLE} explain" in found.reason) == ("skipped", True)
-    # If both sides freeze it, nothing explains the losses.
-    evidence = change_reference(evidence, MIDDLE, requires_grad=False)
-    evidence = on_runs(evidence, None, optimizer=None)
-    assert verdict(PARITY, evidence).status == "failed"

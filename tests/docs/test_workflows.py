@@ -305,10 +305,3 @@ def test_nights_find_known_new_and_fixed_failures(runner: Runner):
     code, output = night(runner, weight=0)
     assert code == 0, output
     assert "1 fixed since" in output
-
-
-def test_missing_gpus_are_reported_in_one_line(runner: Runner):
-    code, output = night(runner, weight=0, REQUIRE_GPU="true", CUDA_VISIBLE_DEVICES="")
-    assert code
-    assert "--fsdp-require-gpu" in output
-    assert "Traceback" not in output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,36 +44,6 @@ class Broken:
         return Subject(model, reference=checkpoint)
 """
 
-LLAMA = """
-import torch
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
-
-
-def load(fsdp, checkpoint):
-    model, config = without_buffers(fsdp, checkpoint), AutoConfig.from_pretrained(checkpoint)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(fsdp.device)
-    return model
-
-
-def broken(fsdp, checkpoint):
-    return without_buffers(fsdp, checkpoint)
-
-
-def without_buffers(fsdp, checkpoint):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-    for block in model.model.layers:
-        fully_shard(block, mesh=fsdp.mesh)
-    fully_shard(model, mesh=fsdp.mesh)
-    model.to_empty(device=fsdp.device)
-    weights = load_file(checkpoint / "model.safetensors")
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-    return model
-"""
-
 NAMED = "--fsdp-loader=loading:load"
 
 
@@ -98,14 +67,6 @@ def linear(folder: Path) -> Path:
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     return folder
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "llama"
-    code = f"from pathlib import Path; from fixtures.tiny import save_tiny; save_tiny('llama', Path({str(path)!r}))"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
-    return path
 
 
 def judge(*names: str, checkpoint: Path | str = "checkpoint") -> list[str]:
@@ -278,14 +239,6 @@ def test_a_checkpoint_without_reference_values(project: Project, folder: Path) -
     result.stdout.fnmatch_lines(["*--fsdp-checkpoint=*checkpoint has neither *.safetensors nor a config.json*"])
 
 
-def test_a_safetensors_checkpoint(project: Project, linear: Path) -> None:
-    project.write("loading.py", LINEAR)
-    checks = "params_equal_reference or load_is_repeatable or dtensor_placements or loss_parity"
-    result = project.run("-v", *judge("loading:load"), "-k", checks)
-    result.assert_outcomes(passed=3, skipped=1)
-    result.stdout.fnmatch_lines(["loading.py::load[[]loss_parity[]] NOT DECLARED*"])
-
-
 def test_a_checkpoint_with_custom_code(project: Project, linear: Path) -> None:
     project.write("loading.py", LINEAR)
     (linear / "config.json").write_text('{"model_type": "nobody_knows_it", "auto_map": {}}')
@@ -330,17 +283,3 @@ def test_the_last_failed(project: Project, linear: Path) -> None:
     shell = f"python -m pytest {' '.join(map(repr, arguments))}"
     project.shell(shell).assert_outcomes(passed=2, failed=1)
     project.shell(f"{shell} --lf").assert_outcomes(failed=1, deselected=58)
-
-
-def test_a_transformers_checkpoint(project: Project, llama: Path) -> None:
-    project.write("loading.py", LLAMA)
-    result = project.run("-ra", *judge("loading:load", checkpoint=llama))
-    outcomes = result.parseoutcomes()
-    assert set(outcomes) == {"passed", "skipped"}
-    output = result.stdout.str()
-    for declared in ("reference=...) is not", "batch=...) is not"):
-        assert declared not in output
-    broken = project.run(*judge("loading:broken", checkpoint=llama), "--fsdp-world-size=3")
-    assert set(broken.parseoutcomes()) == {"passed", "skipped", "failed"}
-    assert broken.parseoutcomes()["failed"] == 1
-    broken.stdout.fnmatch_lines(["*model.rotary_emb.inv_freq, ranks 0-2: never written*"])

@@ -246,7 +246,6 @@ def test_list_checks(project: Project) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pytest_fsdp_meta",
         "import pytest; assert pytest.main(['--fsdp-list-checks']) == 0",
         "import pytest; assert pytest.main(['-p', 'no:cacheprovider', '--co', 'test_loader.py']) == 0",
         "import pytest; assert pytest.main(['-p', 'no:cacheprovider', 'test_plain.py']) == 0",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.conftest import Project, errors
-from tests.plugin.test_outcomes import outcomes, story
+from tests.plugin.test_outcomes import story
 
 HEAD = """
 import os
@@ -684,9 +684,3 @@ def test_paths(fsdp, tmp_path, tmp_path_factory): assert tmp_path.exists()
     why = "works in the pytest process only; use something inside the body instead, such as pytest.warns"
     assert f"fixture 'recwarn' {why}" in result.stdout.str()
     assert f"fixture 'record_property' {why}" in result.stdout.str()
-
-
-def test_torch_is_not_imported_without_tests_on_ranks(project: Project) -> None:
-    assert outcomes(run(project, "")) == {}
-    project.write("test_it.py", "import sys\ndef test_x(): assert 'torch' not in sys.modules\n")
-    project.run_cold().assert_outcomes(passed=1)

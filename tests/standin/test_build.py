@@ -119,21 +119,6 @@ def test_x(fsdp):
 """
 
 
-@pytest.mark.nightly
-def test_the_option_shows_what_is_left_on_the_cpu(project: Project) -> None:
-    project.loaders(LEFT_BEHIND)
-    result = project.run("--fsdp-device=standin")
-    result.stdout.fnmatch_lines(
-        [
-            "failed in a world of 2 (gloo on standin):",
-            "  table, rank 0: on cpu, but should be on standin:0",
-            "  table, rank 1: on cpu, but should be on standin:1",
-            "rerun: * --fsdp-device=standin",
-        ]
-    )
-    project.run("-n2", "--fsdp-device=standin").assert_outcomes(failed=1)
-
-
 def test_without_a_compiler_the_run_does_not_start(
     project: Project, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:

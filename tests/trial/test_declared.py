@@ -7,19 +7,8 @@ import torch
 from torch import nn
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.worlds import Rank
 from tests.trial_help import observe
-
-
-def test_a_pattern_may_match_on_another_rank():
-    def load(fsdp: Rank) -> Subject:
-        model = nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2), "router": nn.Linear(2, 2)})
-        return Subject(model, on_some_ranks="expert*", frozen="expert1.bias")
-
-    facts = observe(load, wanted=["inventory"]).subject
-    assert sorted(facts.on_some_ranks) == ["expert0.bias", "expert0.weight", "expert1.bias", "expert1.weight"]
-    assert facts.frozen == {"expert1.bias": "expert1.bias"}
 
 
 def test_what_is_declared_of_one_name_of_a_tie_holds_for_the_other():
@@ -32,17 +21,6 @@ def test_what_is_declared_of_one_name_of_a_tie_holds_for_the_other():
     both = {"embed.weight", "head.weight"}
     assert (set(facts.drawn), set(facts.unsharded)) == (both, both)
     assert facts.drawn_rows == dict.fromkeys(both, (2, None))
-
-
-def test_a_pattern_that_matches_on_no_rank_is_an_error():
-    def load(fsdp: Rank) -> Subject:
-        return Subject(nn.ModuleDict({f"expert{fsdp.rank}": nn.Linear(2, 2)}), on_some_ranks="experts.*")
-
-    with pytest.raises(LoaderFailed) as caught:
-        observe(load, wanted=["inventory"])
-    assert caught.value.summary == (
-        "Subject(on_some_ranks=...): 'experts.*' matches no tensor of the model; the nearest is 'expert0.bias'"
-    )
 
 
 @pytest.mark.parametrize("drawn", [True, False])

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.worlds import Rank
 from tests.trial.test_train_step import plain_step
 from tests.trial_help import judge_all, loss, observe
 
-FOLLOW, RESUME = "random_numbers_follow_the_mesh", "random_numbers_resume"
+FOLLOW = "random_numbers_follow_the_mesh"
 
 
 class Scaled(nn.Dropout):
@@ -160,19 +160,6 @@ def test_a_frozen_part_that_the_first_step_puts_into_evaluation_stays_there():
 def test_what_is_declared_decides(train_step):
     nothing = judged(observed(batch=None, train_step=train_step))
     assert (nothing.status, nothing.reason) == ("skipped", "Subject(batch=...) is not declared")
-
-
-def test_states_at_a_checkpoint_are_observed_if_the_author_saves():
-    evidence = observed([RESUME])
-    assert not any(rank.generators for rank in (*(evidence.continued or ()), *(evidence.resumed or ())))
-    assert judged(evidence, RESUME).why == "not declared"
-    saving = {"save": lambda model, optimizer, folder: None, "resume": lambda model, optimizer, folder: None}
-    saved = observed([RESUME], **saving)
-    states = [rank.generators["cpu"] for rank in saved.continued or ()]
-    assert len({state.before for state in states}) == 2
-    assert [state.seed for state in states] == [100, 101]
-    [finding] = judged(saved, RESUME).findings
-    assert finding.actual.endswith("is not restored: resume() does not change it")
 
 
 class Noise(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +36,6 @@ def subject(fsdp: Rank, freeze: bool, **declared: Any) -> Subject:
     fully_shard(model[0], mesh=fsdp.mesh)
     fully_shard(model, mesh=fsdp.mesh)
     return Subject(model, reference=build, batch=batch, loss=loss, **declared)
-
-
-def frozen_as_declared(fsdp: Rank) -> Subject:
-    return subject(fsdp, freeze=True, frozen="0.*")
 
 
 OBSERVED = {"inventory", "reference", "values", "verifier", "training"}
@@ -149,12 +144,6 @@ def dying_on_two(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch)
 
 
-def test_stored_evidence_gets_the_same_verdicts():
-    evidence = observed(frozen_as_declared)
-    stored = pickle.loads(pickle.dumps(evidence))
-    assert judge_all(stored, built_in().ids()) == judge_all(evidence, built_in().ids())
-
-
 def wrong_batch(step: int) -> dict[str, Tensor]:
     raise KeyError(step)
 
@@ -214,10 +203,6 @@ def test_errors_in_declared_functions_name_the_field(declared, reason):
     assert wrong(verdicts) == dict.fromkeys(TRAINED, ("error", reason))
 
 
-def optimizer_of_one_layer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model[0].parameters(), lr=0.5)
-
-
 class NeedsArgument(torch.optim.SGD):
     def __init__(self, parameters: Any, more: int) -> None:
         super().__init__(parameters, lr=more)
@@ -241,13 +226,6 @@ def with_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callab
         return Subject(model, reference=build, batch=batch, loss=loss, optimizer=make(model))
 
     return loader
-
-
-def test_an_optimizer_without_the_live_parameters_is_found():
-    verdicts = judged(with_optimizer(optimizer_of_one_layer))
-    wrong = {id: found.status for id, found in verdicts.items() if found.status in ("failed", "error")}
-    assert wrong == {"optimizer_owns_parameters": "failed"}
-    assert "which the findings of optimizer_owns_parameters explain" in verdicts[PARITY].reason
 
 
 @pytest.mark.parametrize(

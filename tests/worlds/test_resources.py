@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,23 +18,6 @@ from pytest_fsdp_meta.worlds.system import processes, temp_folders
 from tests.world_help import ROOT, SOON, fails, on_rank, world
 
 pytestmark = pytest.mark.usefixtures("next_world_works")
-
-
-def test_a_rank_for_which_python_has_no_memory() -> None:
-    def allocate() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
-        bytearray(2**40)
-
-    assert fails(world(2), on_rank(1, allocate)).summary == "rank 1 raised MemoryError"
-
-
-def test_a_rank_for_which_torch_has_no_memory() -> None:
-    def allocate() -> None:
-        import torch
-
-        torch.empty(2**50)
-
-    assert re.match("rank 1 raised RuntimeError: .*(memory|bytes)", fails(world(2), on_rank(1, allocate)).summary)
 
 
 def test_a_rank_ended_by_the_out_of_memory_killer() -> None:
