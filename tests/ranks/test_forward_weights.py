@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -95,6 +97,40 @@ def sharded() -> nn.Sequential:
         fully_shard(layer, mesh=current().mesh)
     fully_shard(model, mesh=current().mesh)
     return model
+
+
+def gathered_in_bfloat16(current_weights: bool) -> list[Any]:
+    """The shards say how they are gathered, by torch's extension for float8, as torch's own tests write it."""
+
+    def pre_gather(shard: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        sent = shard.detach().bfloat16()
+        return (sent if current_weights else sent * 0 + first[id(shard)],), None
+
+    def post_gather(shard: Tensor, gathered: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None) -> Any:
+        whole = gathered[0].to(dtype)
+        if out is None:
+            return whole, (gathered[0], whole)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2, bias=False)).bfloat16().float()
+    for module in (*model, model):
+        fully_shard(module, mesh=current().mesh)
+    shards = [parameter._local_tensor for parameter in model.parameters()]
+    first = {id(shard): shard.detach().bfloat16() for shard in shards}
+    for shard in shards:
+        shard.fsdp_pre_all_gather = partial(pre_gather, shard)
+        shard.fsdp_post_all_gather = partial(post_gather, shard)
+    return train(model)
+
+
+def test_shards_that_say_how_they_are_gathered():
+    with world_of(2) as world:
+        assert world.run(gathered_in_bfloat16, True) == [[], []]
+        [stale, _] = world.run(gathered_in_bfloat16, False)
+        assert {(name, how) for name, _, _, how in stale} == {("0.weight", "gathered"), ("1.weight", "gathered")}
 
 
 def never_resharded() -> list[Any]:

@@ -20,7 +20,7 @@ from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import loss_of
 from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
-from pytest_fsdp_meta.ranks.precision import COMPUTED
+from pytest_fsdp_meta.ranks.precision import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.torch_private import ManagedWeight, managed_weights, sequence_number
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name
@@ -82,7 +82,7 @@ class WeightWatch:
             held = weight.own_slice(module._parameters[name])
             if held is None or not held.numel() or not _is_comparable(held):
                 return
-            current = all_equal(held, shard.to(held.device, held.dtype))
+            current = any(all_equal(held, own.to(held.device, held.dtype)) for own in _as_gathered(shard))
         key = id(weight), id(module), name
         if current and self._step == 0:
             self._was_current.add(key)
@@ -108,6 +108,13 @@ class WeightWatch:
         if known is None or how == PADDED_APART:
             first = step if known is None else known.step
             self._stale[name] = StaleWeight(name, name.rpartition(".")[0], first, how)
+
+
+def _as_gathered(shard: Tensor) -> Iterator[Tensor]:
+    """Yield the shard and, where it has torch's extension that gathers it by its own rules, its roundings."""
+    yield shard
+    if hasattr(shard, "fsdp_pre_all_gather"):
+        yield from (shard.to(dtype) for dtype in COMPUTED if is_low(dtype))
 
 
 def _is_comparable(tensor: Tensor) -> bool:
