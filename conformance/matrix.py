@@ -148,7 +148,7 @@ def write_pages(folder: Path, rows: Sequence[Row], checks: Sequence[str], proble
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="run every loader against every check")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for matrix.json, .md and .svg")
-    parser.add_argument("-k", default="", help="only loaders whose name this regular expression finds")
+    parser.add_argument("-k", default="", help="only loaders in whose name this regular expression is found")
     parser.add_argument("--record", action="store_true", help="keep the evidence, to be judged without ranks")
     options = parser.parse_args(arguments)
     chosen = [entry for entry in entries() if re.search(options.k, entry.name)]

@@ -6,7 +6,6 @@ including those with their default value; when reading, a missing field gets its
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import types
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -25,14 +23,6 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PLAIN = (str, bool, int)
 MOST = 2**64
 """The largest int that is read: no size or seed is larger, and arithmetic with floats would overflow."""
-LARGEST = 512 * 2**20
-"""Bytes of JSON that are read from a file, after decompression: 1 MiB of a gzip file may stand for 1 GiB."""
-_CHUNK = 2**20
-"""Bytes of one read."""
-
-
-class TooLarge(ValueError):
-    """The file holds more than ``LARGEST`` bytes of JSON."""
 
 
 def to_plain(value: Any) -> Any:
@@ -124,16 +114,6 @@ def _require(kind: type, data: Any, path: str) -> Any:
     if type(data) is not kind:
         raise ValueError(f"{path}: {data!r:.60}, but should be {kind.__name__}")
     return data
-
-
-def read_json(file: BufferedIOBase) -> Any:
-    """Return the value in a file. Raises TooLarge beyond ``LARGEST`` bytes."""
-    text = bytearray()
-    while chunk := file.read(_CHUNK):
-        text += chunk
-        if len(text) > LARGEST:
-            raise TooLarge(f"more than {LARGEST / 2**20:g} MiB of JSON, which is the limit")
-    return json.loads(text)
 
 
 def write_whole(path: Path, data: bytes) -> Path:

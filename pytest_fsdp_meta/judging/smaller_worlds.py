@@ -70,10 +70,8 @@ def add_smaller_worlds(check: Check, findings: Sequence[Finding], smaller: Seque
     for finding in findings:
         tensors.setdefault(finding.cause, set()).add(finding.tensor)
     alike = ({finding.tensor} if finding.cause == check.cause else tensors[finding.cause] for finding in findings)
-    return [
-        finding if check.id in WITH_TWO_CAUSES and not finding.cause_alone else _add(check, finding, own, smaller)
-        for finding, own in zip(findings, alike, strict=True)
-    ]
+    every, pairs = check.id not in WITH_TWO_CAUSES, zip(findings, alike, strict=True)
+    return [_add(check, one, own, smaller) if every or one.cause_alone else one for one, own in pairs]
 
 
 def _add(check: Check, finding: Finding, alike: Set[str | None], smaller: Sequence[SmallerWorld]) -> Finding:

@@ -40,8 +40,9 @@ def batch_slice(subject: Subject, rank: Rank) -> tuple[int, int]:
     if not own[0] and not world[0]:
         return rank.rank, rank.world_size
     place = _slice(own if own[0] else world, lambda dim: not splits_model(dim))
-    declared = _slice(world, splits_batch) if len(world[0]) > 1 else place  # a single dimension is the default
-    return max(place, declared, key=itemgetter(1))
+    if len(world[0]) == 1 or any(splits_model(dim) and dim not in world[0] for dim in own[0]):
+        return place  # the default mesh, or the loader's own
+    return max(place, _slice(world, splits_batch), key=itemgetter(1))
 
 
 def _slice(mesh: _Mesh, counts: Callable[[str | None], bool]) -> tuple[int, int]:

@@ -106,12 +106,14 @@ class Nudges:
         return nudged
 
     def _nudged(self, tensor: Tensor, unit: float, size: Tensor | None = None) -> Tensor:
-        """Return the tensor with each element changed by up to one unit in the last place (of ``size``)."""
+        """Return the tensor with each element changed by up to one unit in its last place, or in that of ``size``."""
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         wide = tensor.double() if tensor.dtype == torch.float64 else tensor.float()
         share = torch.empty_like(wide).uniform_(-1, 1, generator=self._generators[tensor.device])
-        return (wide + unit * share * (wide if size is None else size)).to(tensor.dtype)
+        # Later steps have other gradients than those that were added up: B = 0 leaves LoRA's A none in the first.
+        scale = wide if size is None else torch.maximum(wide.abs(), size)
+        return (wide + unit * share * scale).to(tensor.dtype)
 
 
 class _Nudge(torch.autograd.Function):  # type: ignore[misc]

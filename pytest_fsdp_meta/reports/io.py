@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pytest_fsdp_meta.evidence.codec import TooLarge, from_plain, read_json, to_plain, write_whole
+from pytest_fsdp_meta.evidence.codec import from_plain, to_plain, write_whole
 from pytest_fsdp_meta.reports.schema import SCHEMA, Report
 
 FILE, PAGE = "report.json", "index.html"
 GENERATOR = '<meta name="generator" content="pytest-fsdp-meta">'
 """Every page that this package writes contains this element."""
 REMEDY = "pass a report.json that --fsdp-report has written"
+LARGEST = 512 * 2**20
+"""Most bytes that are read from a file."""
 INTERVAL = 2.0
 """Least time (s) between two writes during a run, ..."""
 INTERVAL_PER_WRITE = 10
@@ -71,19 +73,14 @@ def read_report(path: Path, brief: bool = False) -> Report:
     message is one line that names the file. The report of a killed run can be read; its ``complete`` is false.
     """
     try:
-        return _read(path, brief)
-    except MemoryError:
-        raise ValueError(f"{path}: not enough memory to read it") from None
-
-
-def _read(path: Path, brief: bool) -> Report:
-    try:
         with path.open("rb") as file:
-            data = read_json(file)
+            text = file.read(LARGEST + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except TooLarge as error:
-        raise ValueError(f"{path}: {error}") from None
+    if len(text) > LARGEST:
+        raise ValueError(f"{path}: more than {LARGEST / 2**20:g} MiB of JSON, which is the limit")
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON, or truncated: {error}; {REMEDY}") from None
     version = data.get("schema") if isinstance(data, dict) else None

@@ -360,6 +360,7 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
             ranks = tuple(replace(rank, refused=own.refused) for own, rank in zip(later, ranks, strict=True))
         else:
             ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
+            ranks = _with_next_rows(world, ranks)
     size = ranks[0].data_parallel[1]
     if size == 1:
         return Epoch(ranks)
@@ -385,11 +386,21 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
     rest = [len(rank.resumable) - rank.saved_after for rank in epoch.ranks if rank.loader]
     again = f"{folder}-again" if min(rest) > LEFT else None
     most = max(rest) + LEFT  # more than that is not needed to see where a rank goes on
-    first = run_on(new_load(), author_data.resume_epoch, folder, most, again, later)
+    world = new_load()
+    first = tuple(run_on(world, author_data.resume_epoch, folder, most, again, later))
+    first = _with_next_rows(world, first) if later else first
     if again is None:
-        return tuple(first)
+        return first
     second = run_on(new_load(), author_data.resume_epoch, again, most, None, later)
     return tuple(replace(rank, resumed_again=once_more.batches) for rank, once_more in zip(first, second, strict=True))
+
+
+def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankBatches, ...]:
+    """Begin the third epoch on all ranks, unless the second goes on on one: a loader may communicate as it begins."""
+    if not all(rank.ended for rank in ranks):
+        return ranks
+    rows = run_on(world, author_data.count_third_epoch)
+    return tuple(replace(rank, next_rows=own) for rank, own in zip(ranks, rows, strict=True))
 
 
 def _later(folder: str) -> str:

@@ -60,11 +60,11 @@ class ObservedWorld(Protocol):
 class Listener:
     """Receives the reports of one or more worlds. Override what you need; the default only reissues warnings of ranks.
 
-    Every method but ``wrote`` is called in the thread that called the world.
+    Every method but ``on_output`` is called in the thread that called the world.
     """
 
     live = False
-    """Whether ``wrote`` is called."""
+    """Whether ``on_output`` is called."""
 
     def on_wait(self, world: ObservedWorld, doing: str) -> None:
         """Handle that the world starts to wait for its ranks, which are now ``doing``: "starting", "running load"."""

@@ -12,7 +12,6 @@ from pytest_fsdp_meta.checks.drawn.judge import Measured, can_tell, fans_of, lim
 from pytest_fsdp_meta.evidence import DrawnTensor, Evidence, RankDraws
 from tests.checks.evidence_factory import (
     EMBEDDING,
-    FROZEN,
     HEAD,
     MIDDLE,
     change,
@@ -114,24 +113,24 @@ def copied(evidence: Evidence, name: str, original: str, ranks: Iterable[int] | 
 
 def test_stages_that_draw_from_one_seed():
     """Modalities/modalities#426: tensors on different stages are alike."""
-    whole = drew(healthy(mesh={"pp": 2}), EMBEDDING, FROZEN)
-    alike = change(whole, FROZEN, [1], digest=whole.inventory[0].by_name[EMBEDDING].digest)
-    parts = drop(drop(alike, EMBEDDING, [1]), FROZEN, [0])
-    (finding,) = verdict(ID, declare(parts, stages=((0,), (1,)), by_stage=(EMBEDDING, FROZEN))).findings
-    assert (finding.tensor, finding.actual) == (FROZEN, f"the same numbers as {EMBEDDING}")
+    whole = drew(healthy(mesh={"pp": 2}), EMBEDDING, MIDDLE)
+    alike = change(whole, MIDDLE, [1], digest=whole.inventory[0].by_name[EMBEDDING].digest)
+    parts = drop(drop(alike, EMBEDDING, [1]), MIDDLE, [0])
+    (finding,) = verdict(ID, declare(parts, stages=((0,), (1,)), by_stage=(EMBEDDING, MIDDLE))).findings
+    assert (finding.tensor, finding.actual) == (MIDDLE, f"the same numbers as {EMBEDDING}")
     assert finding.cause == "every stage of the pipeline draws its own layers from the same seed"
 
 
 def test_tensors_may_be_equal_where_the_reference_copies_them_or_ties_them():
-    evidence = copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING)
+    evidence = copied(drew(healthy(), EMBEDDING, MIDDLE), MIDDLE, EMBEDDING)
     for rank in range(2):
-        for name in (EMBEDDING, FROZEN):
+        for name in (EMBEDDING, MIDDLE):
             evidence = redraw(evidence, name, [rank], reference=spread(f"reference's part {rank}"))
     assert verdict(ID, evidence).status == "passed"
     tied = copied(drew(healthy(), EMBEDDING, HEAD), HEAD, EMBEDDING)
     assert verdict(ID, tied).status == "passed"
     few = spread("few", distinct=2, surprise=3.0, elements=4, head="")
-    small = redraw(redraw(copied(drew(healthy(), EMBEDDING, FROZEN), FROZEN, EMBEDDING), FROZEN, own=few), EMBEDDING)
+    small = redraw(redraw(copied(drew(healthy(), EMBEDDING, MIDDLE), MIDDLE, EMBEDDING), MIDDLE, own=few), EMBEDDING)
     assert verdict(ID, small).findings == ()
 
 

@@ -77,7 +77,7 @@ def test_a_module_that_is_known_needs_no_advice():
 def test_every_check_that_may_be_due_to_ranks_says_what_to_compare():
     checks = [check for check in built_in() if may_be_due_to_ranks(check)]
     for check in checks:
-        finding = Finding(None, (0, 1), "differs", "", cause="", remedy="")
+        finding = Finding(None, (0, 1), "differs", "", cause="", remedy="", cause_alone="alone")
         [found] = add_smaller_worlds(check, [finding], [SmallerWorld((), {}, (check.id,), "")])
         compare = COMPARE_RANKS.get(check.id, COMPARE_RANKS[check.family])
         assert found.origin == f"a world of one rank passes, so it takes several ranks: compare {compare}"

@@ -90,9 +90,7 @@ def read_later_epoch(folder: str | None) -> RankBatches:
         return RankBatches(batch_slice(subject, rank), refused="it has no batches")
     after = _saved_after(subject, loader, folder)
     found = _read_and_save(loader, chain(begun, batches), MOST_BATCHES, folder, after)
-    shuffled_by, next_rows = _shuffler(loader), _rows_of_third_epoch(loader) if found.ended and found.loader else None
-    later = found.batches
-    return replace(found, later=later, shuffled_by=shuffled_by, has_set_epoch=has_set_epoch, next_rows=next_rows)
+    return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
 
 
 def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> RankBatches:
@@ -108,9 +106,22 @@ def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> Rank
         state = torch.load(file, weights_only=False)
         with calling("load_state_dict() of Subject(data=...)"):
             loader.load_state_dict(state)
-    found = _read_and_save(loader, _read(loader, most), most, again, SAVED_AFTER if again else 0)
-    ended = later and found.ended and found.loader and not isinstance(loader, Iterator)
-    return replace(found, next_rows=_rows_of_third_epoch(loader) if ended else None)
+    # What the author's function returns after resuming may be meant for this epoch only: the rest of a DataLoader.
+    begins_again = not _is_function(subject.data) or (subject.save is None and is_stateful(loader))
+    rank.state[READ] = loader if begins_again else None
+    return _read_and_save(loader, _read(loader, most), most, again, SAVED_AFTER if again else 0)
+
+
+def count_third_epoch() -> int | None:
+    """Return how many rows follow when the loader begins again; None if it cannot, or this rank declares none."""
+    loader = current().state[READ]
+    if loader is None or loader == () or isinstance(loader, Iterator):
+        return None
+    _set_epoch(loader, 2)
+    try:
+        return sum(map(len, _read(loader, MOST_BATCHES)))
+    except CallFailed:
+        return 0
 
 
 def read_alone(packed: PackedFunction, ranks: int) -> RankBatches | str:
@@ -180,15 +191,6 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None,
 def _saved_after(subject: Subject, loader: Any, folder: str | None) -> int:
     savable = subject.save is not None or is_stateful(loader)
     return min(SAVED_AFTER, max(1, _length(loader) - 1)) if folder and savable else 0
-
-
-def _rows_of_third_epoch(loader: Any) -> int:
-    """Return how many rows follow when the loader begins again; 0 if it refuses to."""
-    _set_epoch(loader, 2)
-    try:
-        return sum(map(len, _read(loader, MOST_BATCHES)))
-    except CallFailed:
-        return 0
 
 
 def _set_epoch(loader: Any, number: int) -> bool:

@@ -85,10 +85,12 @@ def _parts(view: View, name: str) -> list[Drawn]:
 def _frozen(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
     """Report weights that stay random in a model that trains; a reference that freezes them as well excuses none."""
     if any(tensor.requires_grad for rank in view.evidence.inventory for tensor in rank.tensors):
+        later = (run.after for run in view.evidence.training or () if run.after is not None)
+        unfrozen = {tensor.name for rank in later for tensor in rank.tensors if tensor.requires_grad}
         for name, parts in by_name.items():
             stuck = [part for part in parts if part.facts.kind == "parameter" and not part.facts.requires_grad]
             ranks = tuple(sorted(rank for part in stuck for rank in part.ranks))
-            if ranks:
+            if ranks and name not in unfrozen:
                 yield Finding(name, ranks, "random numbers that are frozen", "trained", **_FROZEN)
 
 

@@ -78,10 +78,13 @@ def batches_resume(view: View) -> Iterator[Finding]:
 
 
 def _short_epochs(pairs: Mapping[int, tuple[RankBatches, RankBatches]]) -> Iterator[Finding]:
-    """Report ranks whose next epoch after the one in which they have resumed lacks rows."""
-    rows = ((number, (own.next_rows, later.next_rows)) for number, (own, later) in pairs.items())
-    for (expected, actual), ranks in ranks_by(rows).items():
-        if expected is not None and actual is not None and actual < expected:
+    """Report ranks whose next epoch after the one in which they have resumed lacks as many rows as came before."""
+    rows = (
+        (number, (own.next_rows, later.next_rows, len(_flat(own.resumable[: own.saved_after]))))
+        for number, (own, later) in pairs.items()
+    )
+    for (expected, actual, before), ranks in ranks_by(rows).items():
+        if expected is not None and actual is not None and expected - actual >= before:
             whole = f"{expected}, as without resuming"
             yield Finding(DATA, ranks, f"{counted(actual, 'row')} in the epoch after the resumed one", whole, **_STAYS)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 
-from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch
+from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
@@ -280,15 +280,17 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
 def _lacking_dims(view: View, name: str, slices: int) -> str:
     """Return the dimensions of the marker's mesh that the tensor's lacks, if its ranks see only some of the rows."""
     mesh = view.holders(name)[0][1].mesh
-    if mesh is None or prod(mesh.shape) >= slices:
+    if mesh is None or None in mesh.dims:
+        return ""
+    if prod(size for dim, size in zip(mesh.dims, mesh.shape, strict=True) if not splits_model(dim)) >= slices:
         return ""
     return ", ".join(dim for dim, _ in view.evidence.world.mesh if splits_batch(dim) and dim not in mesh.dims)
 
 
 def _on_a_part_of_the_mesh(dims: str) -> Explanation:
     cause = f"the model is sharded on a mesh without {dims}, and nothing else reduces the gradients over it"
-    remedy = "pass the whole mesh to fully_shard(): two dimensions mean hybrid sharding"
-    return {"cause": cause, "remedy": f"{remedy}; or declare Subject(data_parallel=...) if its ranks see the same rows"}
+    remedy = f"pass a mesh with {dims} to fully_shard(): two dimensions mean hybrid sharding; or declare"
+    return {"cause": cause, "remedy": f"{remedy} Subject(data_parallel=...) if ranks along {dims} see the same rows"}
 
 
 def _outside_fsdp(view: View, found: Iterable[tuple[str, tuple[int, ...], str]]) -> bool:

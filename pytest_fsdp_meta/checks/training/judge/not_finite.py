@@ -15,6 +15,7 @@ from pytest_fsdp_meta.text import name_ranks
     promise="a step in which the model returns NaN on some ranks is taken by all ranks, or skipped by all, and what is "
     "skipped has no effect on the next step, the schedule or averages",
     needs=["inventory", "not_finite"],
+    uses=["training"],  # before it, the optimizer has no state, and averages are the weights
     fields=["train_step"],
     after=EXPLAINING_CHECKS,
     why="After one bad batch, ranks that have taken the step hold other weights than those that have skipped it, or "
@@ -39,7 +40,7 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
     slices = ranks[0].data_parallel[1]
     changed = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.changed)
     replaced = tuple(rank for rank, own in enumerate(ranks) if own.replaced)
-    if slices == 1 and not changed and not replaced:
+    if slices == 1 and not (changed or replaced or any(own.kept for own in ranks)):
         raise NotJudged("all ranks have the same rows, and so the same loss")
     inventory = enumerate(view.evidence.inventory)
     # A rank without elements that train shows nothing of a step.
@@ -58,8 +59,8 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
             actual = "the step is made, although it is skipped where rank 0 has NaN"
             yield Finding(None, made, actual, "skipped as well", nan, **_ONE_DECIDES)
     if replaced:
-        actual = "every rank has NaN, and the weights move and are numbers"
-        yield Finding(None, replaced, actual, "skipped, or NaN", **_REPLACED)
+        actual = "the step changes the weights to numbers although the model returns NaN on every rank"
+        yield Finding(None, replaced, actual, "skipped, or makes them NaN", **_REPLACED)
     for what, holders in changed.items():
         yield Finding(None, holders, f"a step that is skipped changes {what}", "left as it was", **_COUNTED)
     kept = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.kept)
@@ -73,7 +74,7 @@ _KEPT: Explanation = {
     "remedy": "call zero_grad() whether the step is made or skipped",
 }
 _COUNTED: Explanation = {
-    "cause": "it is stepped or updated whether the step is made or skipped, so it is ahead of the weights ever after",
+    "cause": "it is stepped or updated whether the step is made or skipped",
     "remedy": "step the scheduler, and update averages, only where optimizer.step() has run",
 }
 _REPLACED: Explanation = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining, TensorFacts
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -37,10 +37,8 @@ from pytest_fsdp_meta.text import counted, first_of, grouped
 def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     optimizers = _optimizers(view)
     missing: dict[str, list[int]] = {}
-    unfrozen: list[tuple[str, int]] = []
     stale: list[tuple[int, str]] = []
     for rank, optimizer in optimizers:
-        unfrozen += [(name, rank) for name in _unfrozen(view, rank)]
         unheld = _unheld(view, rank, optimizer)
         for name in unheld:
             missing.setdefault(name, []).append(rank)
@@ -51,7 +49,7 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     explanation = _REPLACED if any(optimizer.others for _, optimizer in optimizers) else {}
     for name, ranks in missing.items():
         yield Finding(name, tuple(ranks), f"in no parameter group of {kind}", "in exactly one", **explanation)
-    for name, ranks in grouped(unfrozen).items():
+    for name, ranks in _unfrozen(view).items():
         yield Finding(name, tuple(ranks), f"unfrozen by a step, and in no group of {kind}", "in one", **_UNFROZEN)
     for parameters, stale_on in ranks_by(stale).items():
         actual = f"{kind} holds {parameters} without storage, not registered by the model"
@@ -98,32 +96,29 @@ def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
     return [] if stepped else [t.name for t in missing]
 
 
-def _unfrozen(view: View, rank: int) -> Iterator[str]:
-    """Yield the parameters that a step has unfrozen, that no group holds after the last one, and that nothing moved."""
-    runs = view.evidence.training
-    after = runs[rank].after if runs else None
-    if after is None or after.optimizer is None:
-        return
-    frozen = {t.name: t for t in view.evidence.inventory[rank].tensors if t.kind == "parameter" and not t.requires_grad}
-    for tensor in after.tensors:
-        before = frozen.get(tensor.name) if tensor.requires_grad else None
-        if before is not None and before.digest == tensor.digest and not after.optimizer.held.get(tensor.name):
-            yield tensor.name
+def _unfrozen(view: View) -> dict[str, list[int]]:
+    """Return the parameters that a step has unfrozen, that no group holds after the last one, and that never move."""
+    moved, found = set[str](), list[tuple[str, int]]()
+    for facts, run in zip(view.evidence.inventory, view.evidence.training or (), strict=False):
+        if run.after is None or run.after.optimizer is None:
+            continue
+        frozen = {t.name: t for t in facts.tensors if t.kind == "parameter" and not t.requires_grad and t.numel}
+        unfrozen = [t for t in run.after.tensors if t.requires_grad and t.name in frozen]
+        moved |= {t.name for t in unfrozen if t.digest != frozen[t.name].digest}
+        found += [(t.name, facts.rank) for t in unfrozen if not run.after.optimizer.held.get(t.name)]
+    return grouped((name, rank) for name, rank in found if name not in moved)
 
 
 def _otherwise_set(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
     """Report parameters whose group has other settings than the reference's, however little that moves them."""
     reference, kind = view.evidence.reference, optimizers[0][1].kind
     for name, theirs in (reference.settings if reference is not None else {}).items():
-        differing = ((rank, _differing(optimizer.settings.get(name, {}), theirs)) for rank, optimizer in optimizers)
-        for (ours, expected), ranks in ranks_by((rank, texts) for rank, texts in differing if texts[0]).items():
-            yield Finding(name, ranks, f"in a group of {kind} with {ours}", f"with {expected}", **_OTHER_GROUP)
-
-
-def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
-    keys = [key for key in SETTINGS if key in ours and key in theirs and ours[key] != theirs[key]]
-    actual, expected = (", ".join(f"{key}={own[key]}" for key in keys) for own in (ours, theirs))
-    return actual, expected
+        known = [key for key in SETTINGS if key in theirs]
+        held = [(rank, optimizer.settings.get(name, theirs)) for rank, optimizer in optimizers]
+        off = [(rank, tuple((k, own[k]) for k in known if own.get(k, theirs[k]) != theirs[k])) for rank, own in held]
+        for ours, ranks in ranks_by((rank, differing) for rank, differing in off if differing).items():
+            actual, expected = (", ".join(f"{k}={own[k]}" for k, _ in ours) for own in (dict(ours), theirs))
+            yield Finding(name, ranks, f"in a group of {kind} with {actual}", f"with {expected}", **_OTHER_GROUP)
 
 
 def _wrongly_held(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
@@ -149,15 +144,16 @@ _REPLACED: Explanation = {
 SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
 """Those of torch's optimizers that change a step; an optimizer of somebody else may keep its rank beside them."""
 _OTHER_GROUP = either(
-    "the function that builds the optimizer gave this parameter other settings than on the reference: ",
+    "the optimizer's groups are not those of the reference: ",
     "groups are chosen by names with a wrapper's prefix",
-    "groups are chosen by the shapes of shards, or the function depends on the number of ranks (1 for the reference)",
+    "groups are chosen by the shapes of shards, or the function that builds the optimizer depends on the number "
+    "of ranks (1 for the reference)",
     "choose groups by the names and the whole shapes of the unwrapped model, and compute what depends on the number of "
     "ranks outside of the function",
 )
 _UNFROZEN: Explanation = {
     "cause": "it was frozen when the optimizer was built, and nothing adds it when a step unfreezes it",
-    "remedy": "call optimizer.add_param_group() where it is unfrozen, or give the optimizer all that will be trained",
+    "remedy": "call optimizer.add_param_group() where it is unfrozen",
 }
 _FROZEN: Explanation = {
     "cause": "the optimizer was given all parameters; a frozen one keeps its values only while it has no gradient",

@@ -25,6 +25,7 @@ from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, l
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, rows_of_step
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
@@ -202,9 +203,9 @@ class _NotFinite(NamedTuple):
     """What one step, with or without NaN, has done on this rank."""
 
     moved: bool
-    """Whether it has changed trainable parameters."""
+    """Whether it has changed trainable parameters, or made the state of the optimizer NaN: a sign of NaN moves none."""
     nan: bool
-    """Whether any of them is NaN now."""
+    """Whether anything of both is NaN now."""
     changed: tuple[str, ...]
     """What else of a step it has changed: the state of the optimizer, the schedule, averages."""
 
@@ -265,21 +266,21 @@ def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoilin
     reshard(subject.model)
     if not called:
         return None
-    tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
-    nan = any(tensor.nan for tensor in tensors if tensor.requires_grad)
+    tensors = [t for t in take_inventory(subject.model, rank.rank, str(rank.device)).tensors if t.requires_grad]
+    states = [v for part in parts_of_optimizer(optimizer) for own in part.state.values() for v in own.values()]
+    spoiled = any(bool(local_part(v).isnan().any()) for v in states if isinstance(v, Tensor) and v.is_floating_point())
     changed = tuple(name for name, own in after.items() if own != held.get(name))
-    return _NotFinite(_digests(subject, rank) != before, nan, changed)
+    moved = {tensor.name: tensor.digest for tensor in tensors} != before
+    return _NotFinite(moved or spoiled, spoiled or any(tensor.nan for tensor in tensors), changed)
 
 
 def _of_a_step(optimizer: Optimizer, beside: Beside) -> dict[str, list[Fingerprint]]:
     """Return what a step that is skipped leaves alone as well, by what it belongs to."""
     states = [value for part in parts_of_optimizer(optimizer) for own in part.state.values() for value in own.values()]
     found = {"the state of the optimizer": [fingerprint(value) for value in states]}
-    for name, value in beside.entries():
-        if name.startswith(f"{SCHEDULER}."):
-            found.setdefault("the schedule", []).append(fingerprint(value))
-        elif name.partition(".")[0] in beside.averages() and isinstance(value, Tensor) and value.is_floating_point():
-            found.setdefault(name.partition(".")[0], []).append(fingerprint(value))
+    found["the schedule"] = [fingerprint(value) for name, value in beside.entries() if name.startswith(f"{SCHEDULER}.")]
+    for name, value in beside.averages().items():
+        found.setdefault(name.partition(".")[0], []).append(fingerprint(value))
     return found
 
 

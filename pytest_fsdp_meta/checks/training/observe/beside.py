@@ -157,15 +157,19 @@ class Beside:
         """
         trained = {_memory(parameter) for parameter in model.parameters() if parameter.requires_grad}
         found: list[str] = []
-        for owner in (owner for owner in self.averages() if owner in self.compared):
-            entries = _flat(owner, _state_of(owner, self.objects[owner]))
-            tensors = {name: value for name, value in entries if isinstance(value, Tensor) and value.ndim}
-            found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
+        for owner, kept in self.objects.items():
+            if owner in self.compared and any(hasattr(kept, method) for method in UPDATES):
+                entries = _flat(owner, _state_of(owner, kept))
+                tensors = {name: value for name, value in entries if isinstance(value, Tensor) and value.ndim}
+                found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
         return tuple(found)
 
-    def averages(self) -> list[str]:
-        """Return the objects that can be updated with a model."""
-        return [owner for owner, kept in self.objects.items() if any(hasattr(kept, method) for method in UPDATES)]
+    def averages(self) -> dict[str, Tensor]:
+        """Return the entries of objects that can be updated with a model, as far as they belong to parameters."""
+        updated = {owner for owner, kept in self.objects.items() if any(hasattr(kept, method) for method in UPDATES)}
+        values = {n: v for n, v in self.entries() if n.partition(".")[0] in updated and isinstance(v, Tensor)}
+        known = _shards_of(self.model, values) if self.model is not None else {}
+        return {name: values[name] for name in known}
 
     def rounded(self, model: Module) -> dict[str, Fingerprint]:
         """Return fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.

@@ -65,8 +65,9 @@ def train_nudged(
         optimizer = make_optimizer(subject)
         units = coarsest_unit(computing), coarsest_unit(reducing)
         if noisy.addends is None:
-            known = optimizer is not None and units[1] > units[0]
-            noisy.addends = _addends(subject, data_parallel_size) if known else {}
+            reduced = optimizer is not None and units[1] > units[0]
+            noisy.addends = _addends(subject, data_parallel_size) if reduced else {}
+            restore(noisy.model, noisy.records["values"])  # a forward may change buffers
         noisy.nudges = Nudges(noisy.model, *units, SEED + number, noisy.addends)
         clips = subject.max_grad_norm is not None and not facts.clip_problem
         own = recipe.get("clip_grad_norm") if facts.own_clipping or clips else None
@@ -97,16 +98,17 @@ def train_nudged(
 
 
 def _addends(subject: Subject, size: int) -> dict[Tensor, Tensor]:
-    """Return the mean size of the gradients that ``size`` ranks add up, by element, for the first batch.
+    """Return the size of the gradients that ``size`` ranks average (or add up), by element, for the first batch.
 
     It is unknown for an author's step beside which no loss is declared: the size of the sum stands in for it.
     """
     sizes: dict[Tensor, Any] = {}
+    parts = 1 if subject.loss_over_ranks == "sum" else size
     if subject.train_step is None or subject.loss is not None:
         for index in range(size):
             accumulate(subject, current().device, [[(index, size)]])
             for parameter in (p for p in subject.model.parameters() if p.grad is not None):
-                sizes[parameter] = sizes.get(parameter, 0.0) + parameter.grad.float().abs() / size
+                sizes[parameter] = sizes.get(parameter, 0.0) + parameter.grad.float().abs() / parts
     drop_gradients(subject.model)
     return sizes
 
