@@ -20,8 +20,7 @@ EXCEPT = frozenset(
         *("state_dict_names_clean", "modules_train"),
     }
 )
-WITH_TWO_CAUSES = frozenset({"optimizer_owns_parameters"})
-"""Those whose findings say where they come from, but for the findings that leave a choice of causes."""
+WITH_TWO_CAUSES = frozenset({"optimizer_owns_parameters"})  # its other findings say where they come from
 LOADING = "the code that builds the model and loads its weights"
 COMPARE = {
     "structure": "the configs and the code that builds the model",
@@ -40,9 +39,8 @@ COMPARE_RANKS = {
     "drawn_weights_are_one_draw": "how the ranks are seeded",
     "training": "how rows are divided, and how loss and gradients are reduced",
     **dict.fromkeys(("forward_sees_current_weights", "frozen_weights_stay_frozen", "every_trainable_moves"), ON_RANKS),
-    **dict.fromkeys(
-        ("update_parity", "optimizer_owns_parameters"), "how optimizer and scheduler use shards and the number of ranks"
-    ),
+    "update_parity": "how optimizer and scheduler use shards and the number of ranks",
+    "optimizer_owns_parameters": "how the optimizer is built from shards and the number of ranks",
     "second_grad_parity": ON_RANKS,
     "buffers_follow_training": "how rows are divided, and how the buffers are reduced",
     **dict.fromkeys(("grad_norm_parity", "grad_clip_parity"), "how the norms of the ranks are added"),

@@ -85,8 +85,8 @@ def _parts(view: View, name: str) -> list[Drawn]:
 def _frozen(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Finding]:
     """Report weights that stay random in a model that trains; a reference that freezes them as well excuses none."""
     if any(tensor.requires_grad for rank in view.evidence.inventory for tensor in rank.tensors):
-        later = (run.after for run in view.evidence.training or () if run.after is not None)
-        unfrozen = {tensor.name for rank in later for tensor in rank.tensors if tensor.requires_grad}
+        runs = view.evidence.training or ()
+        unfrozen = {t.name for run in runs if run.after is not None for t in run.after.tensors if t.requires_grad}
         for name, parts in by_name.items():
             stuck = [part for part in parts if part.facts.kind == "parameter" and not part.facts.requires_grad]
             ranks = tuple(sorted(rank for part in stuck for rank in part.ranks))

@@ -32,6 +32,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_opti
 from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
+from pytest_fsdp_meta.ranks.precision import COMPUTED
 from pytest_fsdp_meta.text import counted, first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 
@@ -268,7 +269,8 @@ def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoilin
         return None
     tensors = [t for t in take_inventory(subject.model, rank.rank, str(rank.device)).tensors if t.requires_grad]
     states = [v for part in parts_of_optimizer(optimizer) for own in part.state.values() for v in own.values()]
-    spoiled = any(bool(local_part(v).isnan().any()) for v in states if isinstance(v, Tensor) and v.is_floating_point())
+    plain = [local_part(v) for v in states if isinstance(v, Tensor) and v.dtype in COMPUTED]
+    spoiled = any(type(own) is Tensor and bool(own.isnan().any()) for own in plain)  # subclasses may lack operators
     changed = tuple(name for name, own in after.items() if own != held.get(name))
     moved = {tensor.name: tensor.digest for tensor in tensors} != before
     return _NotFinite(moved or spoiled, spoiled or any(tensor.nan for tensor in tensors), changed)
