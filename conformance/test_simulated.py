@@ -55,7 +55,10 @@ SAME = (
 )
 OWN_MODELS = [name for name, defect in DEFECTS.items() if defect.caught_by in SIMULATED and not defect.simulated]
 RUN_THE_MODEL = {"parameter_recreated_after_a_forward", "parameter_of_the_root_recreated_after_a_forward"}
+NOTHING_TRAINED = "Subject(optimizer=...) is a callable and was not called: nothing was trained"
 UNSEEN = {
+    "optimizer_that_goes_by_the_size_of_a_shard": NOTHING_TRAINED,
+    "groups_by_the_names_of_a_wrapped_model": NOTHING_TRAINED,
     # to_empty() re-creates no parameter that stays on meta, so it keeps the attributes.
     "whole_modules_sharded_defective": "",
     "every_rank_with_the_first_experts": "the parts of model.layers.0.mlp.experts.gate_up_proj and 3 more have "
