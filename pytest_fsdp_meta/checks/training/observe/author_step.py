@@ -268,8 +268,7 @@ def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoilin
     if not called:
         return None
     tensors = [t for t in take_inventory(subject.model, rank.rank, str(rank.device)).tensors if t.requires_grad]
-    states = [v for part in parts_of_optimizer(optimizer) for own in part.state.values() for v in own.values()]
-    plain = [local_part(v) for v in states if isinstance(v, Tensor) and v.dtype in COMPUTED]
+    plain = [local_part(v) for v in _states(optimizer) if isinstance(v, Tensor) and v.dtype in COMPUTED]
     spoiled = any(type(own) is Tensor and bool(own.isnan().any()) for own in plain)  # subclasses may lack operators
     changed = tuple(name for name, own in after.items() if own != held.get(name))
     moved = {tensor.name: tensor.digest for tensor in tensors} != before
@@ -278,12 +277,13 @@ def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoilin
 
 def _of_a_step(optimizer: Optimizer, beside: Beside) -> dict[str, list[Fingerprint]]:
     """Return what a step that is skipped leaves alone as well, by what it belongs to."""
-    states = [value for part in parts_of_optimizer(optimizer) for own in part.state.values() for value in own.values()]
-    found = {"the state of the optimizer": [fingerprint(value) for value in states]}
-    found["the schedule"] = [fingerprint(value) for name, value in beside.entries() if name.startswith(f"{SCHEDULER}.")]
-    for name, value in beside.averages().items():
-        found.setdefault(name.partition(".")[0], []).append(fingerprint(value))
-    return found
+    schedule = [value for name, value in beside.entries() if name.startswith(f"{SCHEDULER}.")]
+    found = {"the state of the optimizer": _states(optimizer), "the schedule": schedule, **beside.averages()}
+    return {what: [fingerprint(value) for value in values] for what, values in found.items()}
+
+
+def _states(optimizer: Optimizer) -> list[Any]:
+    return [value for part in parts_of_optimizer(optimizer) for own in part.state.values() for value in own.values()]
 
 
 def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:

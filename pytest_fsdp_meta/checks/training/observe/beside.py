@@ -30,7 +30,7 @@ from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
 from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import clean_name, first_line, grouped
 from pytest_fsdp_meta.worlds import Rank
 
 SCHEDULER = "scheduler"
@@ -164,12 +164,12 @@ class Beside:
                 found += tensors if all(_memory(value) in trained for value in tensors.values()) else ()
         return tuple(found)
 
-    def averages(self) -> dict[str, Tensor]:
-        """Return the entries of objects that can be updated with a model, as far as they belong to parameters."""
+    def averages(self) -> dict[str, list[Tensor]]:
+        """Map objects that can be updated with a model to their tensors, as far as these belong to parameters."""
         updated = {owner for owner, kept in self.objects.items() if any(hasattr(kept, method) for method in UPDATES)}
         values = {n: v for n, v in self.entries() if n.partition(".")[0] in updated and isinstance(v, Tensor)}
         known = _shards_of(self.model, values) if self.model is not None else {}
-        return {name: values[name] for name in known}
+        return grouped((name.partition(".")[0], values[name]) for name in known)
 
     def rounded(self, model: Module) -> dict[str, Fingerprint]:
         """Return fingerprints of the tensors as they are after rounding to the dtype of low-precision parameters.
