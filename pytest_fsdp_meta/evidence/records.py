@@ -350,6 +350,8 @@ class Evidence:
     batches: Epoch | None = None
     batches_resumed: tuple[RankBatches, ...] | None = None
     """The batches of another load that resumed from the checkpoint that was saved within the epoch."""
+    batches_resharded: tuple[RankBatches, ...] | None = None
+    """The same in a world of another size."""
     simulation: tuple[SimulatedSize, ...] | None = None
     """What ranks hold and send in a simulated world, and in smaller ones; the first is the world itself."""
     traces: tuple[RankTrace, ...] | None = None

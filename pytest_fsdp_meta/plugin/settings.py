@@ -185,7 +185,7 @@ OPTIONS = (
     ),
     Option(
         "compare",
-        "report.json of an earlier run to compare with: show new failures, fixed checks, slower loads and checks that "
+        "report.json of an earlier run to compare with: show new failures, fixed checks and checks that "
         "no longer run. Several, or a folder in which every run leaves its report, also show the history of each "
         "check; the run is then compared with the last that passed",
         option_values.parse_reports,
@@ -198,7 +198,7 @@ OPTIONS = (
         ("failure", "regression", "any"),
         "with --fsdp-compare, what makes the run fail: failure (default: as without --fsdp-compare), regression (only "
         "failures and differences that the earlier run did not have, checks that now depend on a failed one, and "
-        "missing loaders) or any (every failure, new differences, missing loaders, slower loads, drifting losses and "
+        "missing loaders) or any (every failure, new differences, missing loaders and "
         "checks that no longer run)",
         "WHAT",
         repeated=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,14 +22,6 @@ from pytest_fsdp_meta.reports.story import describe_counts_of, describe_failures
 from pytest_fsdp_meta.reports.terminal import describe_finding, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, grouped, printable, without_numbers
 
-SLOWER = 1.5
-"""A load is reported as slower if it takes this many times as long as before, ..."""
-LEAST_SLOWER = 1.0
-"""... and this much (s) longer: the times of tiny models vary by more than their own length."""
-DRIFT = 10.0
-"""Losses are reported as drifted if they are this many times further from the reference than before, ..."""
-ROUNDING = 1e-6
-"""... and further than this, relatively: float32 rounding differs from machine to machine."""
 MOST_CHECKS = 5
 """Checks of a loader that are named."""
 
@@ -67,10 +58,6 @@ KINDS = {
     "changed": Kind("known failures, other findings", "{} known with other findings"),
     "known": Kind("known failures, same findings", "{} known"),
     "expected": Kind("xfailed now", "{} xfailed now"),
-    "slower": Kind("slower loads", "{} slower load(s)", "worse", ("any",)),
-    "drifted": Kind(
-        "losses further from the reference", "{} with losses further from the reference", "worse", ("any",)
-    ),
     "added": Kind("new in this run", "{} new"),
     "allowed": Kind("missing loaders that are allowed", "{} loader(s) missing as allowed"),
     # Loaders that this run was not asked for.
@@ -158,9 +145,6 @@ def compare(
 
     for change in _pair_checks(old, new):
         add(_classify(change), [change])
-    if before.header.hardware == now.header.hardware:
-        add("slower", _slower_loads(in_both))
-    add("drifted", _drifted_losses(in_both))
     ids, ids_now = ({check.check: None for check in report.header.catalogue} for report in (before, now))
     add("added", (name for name in new if name not in old))
     add("added", (id_ for id_ in ids_now if id_ not in ids))
@@ -234,35 +218,11 @@ def _without_numbers(check: CheckRecord) -> tuple[str, str, frozenset[FindingRec
     return check.status, reason, frozenset(map(mask, check.findings))
 
 
-def _slower_loads(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
-    for old, new in in_both:
-        before, now = old.seconds.get("loading", math.nan), new.seconds.get("loading", math.nan)
-        if old.world == new.world and now > max(before * SLOWER, before + LEAST_SLOWER):
-            yield f"{new.loader}: {now:.1f} s, before {before:.1f} s"
-
-
-def _drifted_losses(in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
-    for old, new in in_both:
-        before, now = _largest_distance(old), _largest_distance(new)
-        if now > max(before * DRIFT, ROUNDING):
-            yield f"{new.loader}: relative distance {now:.1e}, before {before:.1e}"
-
-
-def _largest_distance(loader: LoaderRecord) -> float:
-    """Return the largest relative distance of a loss from the reference's; NaN if it is not known."""
-    curves = loader.summary.losses if loader.summary is not None else None
-    pairs = zip(curves.mean, curves.reference, strict=False) if curves is not None else ()
-    known = ((loss, reference) for loss, reference in pairs if math.isfinite(loss) and math.isfinite(reference))
-    return max((abs(loss - reference) / abs(reference) for loss, reference in known if reference), default=math.nan)
-
-
 def _caveats(before: Report, now: Report, in_both: Iterable[tuple[LoaderRecord, LoaderRecord]]) -> Iterator[str]:
     if not before.complete:
         yield "the earlier run was cut off, so loaders and checks that it lacks may not be new"
     if before.header.project != now.header.project:
         yield f"the earlier run was of project {before.header.project!r}, this one is of {now.header.project!r}"
-    if before.header.hardware != now.header.hardware:
-        yield "the earlier run was on other hardware, so times are not compared"
     for old, new in in_both:
         if (old.world.size, old.world.mesh) != (new.world.size, new.world.mesh) and old.world.size and new.world.size:
             yield f"{new.loader}: {new.world}, before {old.world}"

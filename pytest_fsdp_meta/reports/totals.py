@@ -48,6 +48,7 @@ ACTIVITIES = {
     "export": "exporting",
     "resumed": "resuming",
     "batches_resumed": "resuming batches",
+    "batches_resharded": "resharding batches",
     "restored": "restoring",
     "saved_again": "saving again",
     "restored_again": "restoring again",

@@ -253,7 +253,7 @@ def largest_world_size(spec: WorldSpec, wanted: Collection[str]) -> int:
     """Return how many ranks the largest world of a trial runs; its worlds run one after the other."""
     if spec.simulated:
         return len(spec.ranks)
-    other = other_size(spec) if "resharded" in wanted else spec
+    other = other_size(spec) if not {"resharded", "batches_resharded"}.isdisjoint(wanted) else spec
     return spec.size if isinstance(other, Unavailable) else max(spec.size, other.size)
 
 

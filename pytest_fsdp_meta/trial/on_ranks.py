@@ -111,7 +111,7 @@ _OBSERVERS = {
     "calling state_dict": "observe_state_dict fingerprint_state_dict",
     "exporting": "export",
     "comparing the export": "compare_export",
-    "reading data": "pack_data read_epoch read_later_epoch count_third_epoch read_alone",
+    "reading data": "pack_data read_epoch save_at_end read_later_epoch count_third_epoch read_alone",
     "resuming within an epoch": "resume_epoch",
 }
 """What the ranks do in the words of an error message -> the observers that do it."""

@@ -6,7 +6,7 @@ Each world ends with its last observation: the ranks never hold two loads of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,6 +48,7 @@ from pytest_fsdp_meta.trial.obstacles import (
     not_saved_by_torch,
     odd_model,
     optimizer_not_loaded_by_torch,
+    refuses_checkpoint,
 )
 from pytest_fsdp_meta.trial.on_ranks import (
     author_data,
@@ -75,8 +76,8 @@ MODEL_ALONE = {"saved": "continued", "kept": "continued", "restored": "resumed",
 """Where the second of these fails, the author's functions are called for the model alone. Many expect an optimizer, and
 raise other errors without one: the earlier failure is reported instead."""
 MORE = "an epoch has more batches than are read"
-LEFT = 3
-"""Batches: with fewer after the first checkpoint, none follow the second one. Also how many too many are read."""
+TOO_MANY = 3
+"""Batches that are read beyond those that follow a checkpoint."""
 
 
 @dataclass
@@ -246,6 +247,21 @@ class AllObservations(ObservationRun):
         with self._keeping_checkpoints("before batches_resumed"):
             return resume_epoch(self.seen.batches, self.loads.new_second_world, self._path("batches"))
 
+    def _reshard_batches(self) -> tuple[RankBatches, ...] | Unavailable:
+        assert self.seen.batches is not None
+        if not self._author_saves:
+            return not_declared("save")
+        spec = other_size(self.loads.first.spec)
+        if isinstance(spec, Unavailable):
+            return spec
+        self.loads.close_second()
+        try:
+            world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
+            return _read_on(world, self.seen.batches, _within(self.seen.batches, self._path("batches")))
+        except WorldError as error:
+            summary = f"resuming within an epoch fails in {describe_size(spec)}: {error.summary}"
+            return Unavailable(summary, error=not refuses_checkpoint(error), detail=str(error), kind="refused")
+
     def _keeping_checkpoints(self, name: str) -> AbstractContextManager[None]:
         kept = self.folder / name
         return restored_if_deleted(Path(self._path("")), kept) if self._author_saves else nullcontext()
@@ -355,7 +371,10 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
     first = run_on(world, author_data.read_epoch, folder)
     ranks = tuple(rank for rank, _ in first)
     if all(again for _, again in first):
-        later = run_on(world, author_data.read_later_epoch, folder and _later(folder))
+        if folder:
+            run_on(world, author_data.save_at_end, _ended(folder))
+        with restored_if_deleted(Path(_ended(folder)), Path(f"{folder}-kept")) if folder else nullcontext():
+            later = run_on(world, author_data.read_later_epoch, folder and _later(folder))
         if any(own.refused for own in later):
             ranks = tuple(replace(rank, refused=own.refused) for own, rank in zip(later, ranks, strict=True))
         else:
@@ -377,22 +396,47 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
 
 
 def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tuple[RankBatches, ...] | Unavailable:
-    """Resume in a new load from the checkpoint within the epoch and read the rest; then once more, from within it."""
+    """Resume in a new load from the checkpoint within the epoch and read the rest; then once more, from within it.
+
+    A third load resumes from the end of the first epoch, if the loader itself goes on from there to the second.
+    """
     if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
         summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
         return Unavailable(summary, kind="undeclared")
-    later = any(rank.later is not None for rank in epoch.ranks)
-    folder = _later(folder) if later else folder
-    rest = [len(rank.resumable) - rank.saved_after for rank in epoch.ranks if rank.loader]
-    again = f"{folder}-again" if min(rest) > LEFT else None
-    most = max(rest) + LEFT  # more than that is not needed to see where a rank goes on
+    rest = min(len(rank.resumable) - rank.saved_after for rank in epoch.ranks if rank.loader)
+    after = _second_save(epoch.ranks, rest)
+    again = f"{folder}-again" if rest > after + 1 else None
     world = new_load()
-    first = tuple(run_on(world, author_data.resume_epoch, folder, most, again, later))
-    first = _with_next_rows(world, first) if later else first
-    if again is None:
-        return first
-    second = run_on(new_load(), author_data.resume_epoch, again, most, None, later)
-    return tuple(replace(rank, resumed_again=once_more.batches) for rank, once_more in zip(first, second, strict=True))
+    found = _read_on(world, epoch, _within(epoch, folder), again, after)
+    if any(rank.later is not None for rank in epoch.ranks):
+        found = _with_next_rows(world, found)
+    if again is not None:
+        second = _read_on(new_load(), epoch, again)
+        found = tuple(replace(own, resumed_again=more.batches) for own, more in zip(found, second, strict=True))
+    # Where a function returns the rest of an epoch, whoever calls it decides what follows an empty one.
+    if all(rank.next_rows is not None for rank in found if rank.loader):
+        ended = [sum(map(len, rank.batches)) for rank in _read_on(new_load(), epoch, _ended(folder))]
+        found = tuple(replace(own, rows_after_end=rows) for own, rows in zip(found, ended, strict=True))
+    return found
+
+
+def _read_on(
+    world: World, epoch: Epoch, folder: str, again: str | None = None, after: int = 0
+) -> tuple[RankBatches, ...]:
+    """Resume from the folder, and read the rest of the epoch and a little more, to see where a rank goes on."""
+    most = max(len(rank.resumable) for rank in epoch.ranks) + TOO_MANY
+    later = any(rank.later is not None for rank in epoch.ranks)
+    return tuple(run_on(world, author_data.resume_epoch, folder, most, later, again, after))
+
+
+def _second_save(ranks: Sequence[RankBatches], rest: int) -> int:
+    """Return after how many batches a resumed run saves; ``rest`` is how many there are.
+
+    In a stream that begins again by itself, it is in the second pass of each rank, at another position than before.
+    """
+    passes = [rank.first_pass - rank.saved_after for rank in ranks if not rank.ended]
+    after = max(passes, default=-1) + 3
+    return after if after + 1 < rest else 2
 
 
 def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankBatches, ...]:
@@ -403,8 +447,16 @@ def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankB
     return tuple(replace(rank, next_rows=own) for rank, own in zip(ranks, rows, strict=True))
 
 
+def _within(epoch: Epoch, folder: str) -> str:
+    return _later(folder) if any(rank.later is not None for rank in epoch.ranks) else folder
+
+
 def _later(folder: str) -> str:
     return f"{folder}-later"
+
+
+def _ended(folder: str) -> str:
+    return f"{folder}-ended"
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:
@@ -430,5 +482,6 @@ MORE_LOADS = (
     Observation("restored", AllObservations._restore_model, needs=("saved",)),
     Observation("restored_again", AllObservations._restore_again, needs=("saved_again",)),
     Observation("batches_resumed", AllObservations._resume_batches, needs=("batches",)),
+    Observation("batches_resharded", AllObservations._reshard_batches, needs=("batches_resumed",)),
     Observation("resharded", AllObservations._reshard, needs=("kept",), uses=("reference",)),
 )

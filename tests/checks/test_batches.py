@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Evidence
-from tests.checks.evidence_factory import findings_of, healthy, place, verdict, with_batches
+from pytest_fsdp_meta.evidence import Evidence, RankBatches
+from tests.checks.evidence_factory import findings_of, healthy, place, undeclared, verdict, with_batches
 
 FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
 SAME, DIFFERENT = "the same rows on these ranks", "different rows on each of them"
@@ -329,3 +329,24 @@ def test_resuming_a_second_time():
     first = tuple(replace(rank, batches=rank.batches[1:]) for rank in evidence.batches_resumed)
     found = verdict(RESUME, replace(evidence, batches_resumed=first))
     assert [finding.actual for finding in found.findings] == ["1 batch after the checkpoint skipped after resuming"]
+
+
+def in_other_size(text: str, **facts: Any) -> Evidence:
+    """Return evidence of two ranks that have seen "ABCD" and "EFGH", and of one that goes on from there."""
+    evidence = resumed("IJ KL", "MN OP", epochs=("AB CD IJ KL", "EF GH MN OP"), saved_after=2)
+    alone = RankBatches((0, 1), tuple(map(tuple, text.split())), **facts)
+    return replace(evidence, batches_resharded=(alone,))
+
+
+def test_resuming_with_another_number_of_ranks():
+    for right in (in_other_size("IM JN KO LP"), in_other_size("IM JN KO"), in_other_size("AE BF CG", ended=False)):
+        assert verdict(RESUME, right).status == "passed"
+    found = verdict(RESUME, in_other_size("CG DH IM JN KO LP"))
+    assert (found.status, found.why, found.reason.partition(";")[0]) == (
+        *("skipped", "differs"),
+        "with 1 data-parallel rank instead of 2 after resuming, 4 rows of the epoch come again and 0 are on no rank",
+    )
+    refused = undeclared(resumed("CD EF", "IJ KL"), "batches_resharded", why="raised ValueError")
+    assert verdict(RESUME, refused).status == "passed"
+    hung = undeclared(resumed("CD EF", "IJ KL"), "batches_resharded", why="rank 0 hung", error=True)
+    assert verdict(RESUME, hung).status == "error"

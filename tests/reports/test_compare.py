@@ -15,7 +15,7 @@ from pytest_fsdp_meta.evidence.codec import to_plain
 from pytest_fsdp_meta.reports.compare import compare, describe_comparison, describe_verdict
 from pytest_fsdp_meta.reports.markdown import escaped, summarise_run
 from pytest_fsdp_meta.reports.page.view import build_view
-from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SKIPS, STATUSES, Curves
+from pytest_fsdp_meta.reports.schema import FAILED, PASSED, SKIPS, STATUSES
 from tests.conftest import Project, errors
 from tests.reports.report_factory import (
     CATALOGUE,
@@ -205,40 +205,13 @@ def test_added_and_removed_checks_are_listed():
     assert changes(compare(run(), run(header=short)))["removed"] == [CATALOGUE[0].check]
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "reported"), [(1.0, 1.9, False), (1.0, 2.1, True), (10.0, 14.0, False), (10.0, 16.0, True)]
-)
-def test_a_slower_load_is_reported_beyond_usual_variation(before, now, reported):
-    then, today = ((replace(loader(), seconds={"loading": seconds}),) for seconds in (before, now))
-    assert ("slower" in compare(report(*then), report(*today)).changes) == reported
-    patched = header(versions={**header().versions, "system": "Linux-6.2"})
-    assert ("slower" in compare(report(*then), report(*today, header=patched)).changes) == reported
-    other = header(hardware={**header().hardware, "cpu": "Intel Xeon"})
-    assert "slower" not in compare(report(*then), report(*today, header=other)).changes
-    elsewhere = (replace(today[0], world=WorldFacts(8, (("dp_shard", 8),), "cpu", "gloo")),)
-    assert "slower" not in compare(report(*then), report(*elsewhere)).changes
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "reported"),
-    [(0.0, 5e-7, False), (0.0, 5e-6, True), (2e-6, 1e-5, False), (2e-6, 3e-5, True), (1e-5, float("nan"), False)],
-)
-def test_losses_that_drift_from_the_reference_are_reported(before, now, reported):
-    def run_with(distance):
-        one = loader()
-        return report(replace(one, summary=replace(one.summary, losses=Curves((1.0, 1 + distance), ((1.0,),), (1, 1)))))
-
-    assert ("drifted" in compare(run_with(before), run_with(now)).changes) == reported
-
-
 def test_limits_of_a_comparison_and_changes_of_the_environment_are_listed():
     before = run(complete=False, header=header(project="other", versions={"torch": "2.12.0", "gone": "1"}))
-    now = run(header=header(versions={"torch": "2.13.0", "pytest-xdist": "3.8.0"}, hardware={"cpu": "Intel Xeon"}))
+    now = run(header=header(versions={"torch": "2.13.0", "pytest-xdist": "3.8.0"}))
     comparison = compare(before, now)
     assert comparison.changes["caveats"] == (
         "the earlier run was cut off, so loaders and checks that it lacks may not be new",
         "the earlier run was of project 'other', this one is of 'my-project'",
-        "the earlier run was on other hardware, so times are not compared",
     )
     assert comparison.changes["environment"] == (
         "torch 2.13.0, before 2.12.0",
@@ -247,7 +220,7 @@ def test_limits_of_a_comparison_and_changes_of_the_environment_are_listed():
     )
     assert [headline for _, headline, _ in describe_comparison(comparison)] == [
         "environment changes: 3",
-        "limits of this comparison: 3",
+        "limits of this comparison: 2",
     ]
     wider = report(loader(mesh={"dp_shard": 2}))
     assert compare(wider, run()).changes["caveats"] == (

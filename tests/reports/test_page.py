@@ -21,7 +21,6 @@ from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import render, write_page
 from pytest_fsdp_meta.reports.page.__main__ import main
-from pytest_fsdp_meta.reports.page.charts import loss_chart
 from pytest_fsdp_meta.reports.page.checks import CheckView
 from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time
@@ -528,20 +527,14 @@ def test_losses_that_are_nan_or_infinite():
     record = loader()
     nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5, 4.5))
     page = render(report(replace(record, summary=replace(record.summary, losses=nan))))
-    difference = plots(page)[0]
-    assert values(difference) == ["step: 1\ndifference: 1e-09", "step: 2\ndifference: none"]
-    assert re.findall(r'<svg class="lost" x="([^"]*)"', difference) == ["88.46%"]
-    assert "NaN or infinite at step 2, marked on the axis." in Reader(page).text
+    assert re.findall(r'<td class="n difference">(.*?)</td>', page) == ["0", "inf"]
     nothing = Curves((float("nan"),) * 2, ((float("nan"),) * 2,), ())
     page = render(report(replace(record, summary=replace(record.summary, losses=nothing))))
-    assert values(plots(page)[0]) == [f"step: {step}\nmean of ranks: none" for step in (1, 2)]
-    assert "NaN or infinite at step 1, 2, marked on the axis." in Reader(page).text
+    assert Reader(page).text.count("nan") == 4
 
 
 def test_plots_show_their_values_where_they_are_pointed_at():
-    difference, memory, *_ = plots(render(report()))
-    assert values(difference)[1] == "step: 2\ndifference: 0.019\nallowed: 1e-05"
-    assert difference.count('class="off"') == 2
+    memory, *_ = plots(render(report()))
     assert re.findall(r"rank 0: (.*)", values(memory)[3]) == ["64 KiB"]
     assert values(memory)[3].endswith("whole model: 48 KiB\na rank may hold: 96 KiB")
     assert re.findall(r'<path class="line hue-(.)" data-ranks="(.)"', memory) == [(rank, rank) for rank in "0123"]
@@ -551,21 +544,10 @@ def test_a_plot_of_many_ranks_has_no_legend_and_says_the_range():
     record = loader()
     memory = tuple(replace(factory.memory(0), timeline=((0.1, 1024 * rank),)) for rank in range(40))
     page = render(report(replace(record, summary=replace(record.summary, memory=memory, load_budget=0))))
-    plot = plots(page)[1]
+    [plot] = plots(page)
     assert values(plot)[-1] == "seconds since loading began: 0.1\n0 bytes to 48 KiB"
     assert '<ul class="key"' not in plot
     assert plot.count('class="line hue-3 again"') == 4
-
-
-@pytest.mark.parametrize("values", [(2.0, 2.0), (0.0, 0.0), (1e308, -3.0), (2.0, 2.0 + 1e-15), (5.0,)])
-def test_any_losses_can_be_plotted(values):
-    plot = loss_chart(Curves(values, (values,), ())).plot
-    assert len(plot.x.ticks) == len(values)
-    assert 2 <= len(plot.y.ticks) <= 7
-    assert all(0 <= plot.y.place(tick) <= 1 for tick in plot.y.ticks)
-    differences = loss_chart(Curves(values, (values,), values, (0.0,) * len(values))).plot
-    assert not differences.area
-    assert [line.label for line in differences.lines] == ["difference"]
 
 
 def test_a_loader_that_crashed_before_any_check():

@@ -90,17 +90,16 @@ def test_axe_finds_no_accessibility_problem(opened, name, theme):
 def test_plots_are_within_their_figures_and_have_tables(opened, width):
     page = opened(width=width)
     outside = page.evaluate(
-        """[...document.querySelectorAll('.plot :is(text, path, circle)')].filter((one) => {
+        """[...document.querySelectorAll('.plot :is(text, path)')].filter((one) => {
             const own = one.getBoundingClientRect(), figure = one.closest('figure').getBoundingClientRect();
             return own.left < figure.left - 1 || own.right > figure.right + 8; }).map((one) => one.outerHTML)"""
     )
-    assert page.locator(".plot").count() == 4
+    assert page.locator(".plot").count() == 2
     assert outside == []
-    page.locator(".numbers summary").first.click()
-    assert shown(page, ".numbers tbody tr")[1].startswith("2 4.64 4.73 0.019 1e-05 ")
+    assert shown(page, ".chart tbody tr")[1].startswith("2 4.64 4.73 0.019 1e-05 ")
     page.locator("#by-rank").select_option("1")
     until(page, "location.hash === '#rank=1'")
-    lines = page.locator(".plot").nth(1).locator("[data-ranks]").all()
+    lines = page.locator(".plot").first.locator("[data-ranks]").all()
     assert [one.is_visible() for one in lines] == [False, True, False, False]
 
 

@@ -34,11 +34,23 @@ class RankBatches:
     """How many rows the third epoch has, after this second one; None if it was not begun."""
     resumed_again: tuple[Batch, ...] | None = None
     """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
+    rows_after_end: int | None = None
+    """How many rows the second epoch has in another load that resumed from the end of the first; None if unknown."""
 
     @property
     def resumable(self) -> tuple[Batch, ...]:
         """The batches of the epoch from which resuming is judged: the second, if there is one."""
         return self.batches if self.later is None else self.later
+
+    @property
+    def first_pass(self) -> int:
+        """How many batches come before the first one with a row that was seen before."""
+        seen: set[str] = set()
+        for number, batch in enumerate(self.batches):
+            if not seen.isdisjoint(batch):
+                return number
+            seen.update(batch)
+        return len(self.batches)
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -72,6 +72,13 @@ def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
     return first, not first.loader or (first.ended and bool(first.batches) and not isinstance(loader, Iterator))
 
 
+def save_at_end(folder: str) -> None:
+    """Save once the first epoch has ended, as ``read_epoch`` does within it."""
+    rank, subject = current(), resharded_subject()
+    if _saved_after(subject, rank.state[READ], folder):
+        _save(rank, subject, rank.state[READ], Path(folder))
+
+
 def read_later_epoch(folder: str | None) -> RankBatches:
     """Return the batches of the second epoch in ``later``, and save as ``read_epoch`` does.
 
@@ -93,11 +100,10 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
 
 
-def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> RankBatches:
+def resume_epoch(folder: str, most: int, later: bool, again: str | None = None, after: int = 0) -> RankBatches:
     """Resume from the checkpoint in ``folder``, and return at most this many of the batches that follow.
 
-    Save in the folder ``again``, if it is given, after the first of them. ``later`` says that the checkpoint is within
-    the second epoch.
+    Save in the folder ``again``, if it is given, ``after`` some of them. ``later`` says that the second epoch goes on.
     """
     rank, subject = current(), resharded_subject()
     loader = _begin_epoch(rank, subject, Path(folder), later)
@@ -109,7 +115,7 @@ def resume_epoch(folder: str, most: int, again: str | None, later: bool) -> Rank
     # What the author's function returns after resuming may be meant for this epoch only: the rest of a DataLoader.
     begins_again = not _is_function(subject.data) or (subject.save is None and is_stateful(loader))
     rank.state[READ] = loader if begins_again else None
-    return _read_and_save(loader, _read(loader, most), most, again, SAVED_AFTER if again else 0)
+    return _read_and_save(loader, _read(loader, most), most, again, after)
 
 
 def count_third_epoch() -> int | None:

@@ -10,7 +10,7 @@ from itertools import groupby, takewhile
 from string import ascii_lowercase, digits
 from typing import Any
 
-from pytest_fsdp_meta.reports.page.charts import LossChart, Plot, loss_chart, plot_memory
+from pytest_fsdp_meta.reports.page.charts import LossTable, Plot, loss_table, plot_memory
 from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
@@ -154,8 +154,8 @@ class LoaderView:
         return tuple(part for title, issued in phases.items() for part in show_traffic(title, issued, scale))
 
     @cached_property
-    def losses(self) -> LossChart | None:
-        return loss_chart(self.summary.losses) if self.summary.losses else None
+    def losses(self) -> LossTable | None:
+        return loss_table(self.summary.losses) if self.summary.losses else None
 
     @cached_property
     def memory(self) -> Plot | None:

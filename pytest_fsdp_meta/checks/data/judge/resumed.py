@@ -11,7 +11,7 @@ from pytest_fsdp_meta.checks.data.judge.epoch import DATA
 from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch
 from pytest_fsdp_meta.judging.registry import data_check
-from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Differs, NotDeclared, NotJudged, NotTaken, View, ranks_by
 from pytest_fsdp_meta.text import counted
 
 NEXT = "the batches that follow the checkpoint"
@@ -47,6 +47,7 @@ class _Run(NamedTuple):
         "wyim-pgl/transgenic#59",
     ],
     fields=["data"],
+    uses=["batches_resharded"],
 )
 def batches_resume(view: View) -> Iterator[Finding]:
     epoch, resumed = view.evidence.batches, view.evidence.batches_resumed
@@ -73,20 +74,57 @@ def batches_resume(view: View) -> Iterator[Finding]:
             number: _run(rank, rank.saved_after + later.saved_after, later.resumed_again or ())
             for number, (rank, later) in pairs.items()
         }
-        found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in _findings(again)]
-    yield from found or _short_epochs(pairs)
+        found = [*_findings(again)]
+        if all(rank.ended for rank in epoch.ranks):
+            found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in found]
+    if not found:
+        starts = {number: len(_flat(own.resumable[: own.saved_after])) for number, (own, _) in pairs.items()}
+        thirds = {number: (own.next_rows, later.next_rows) for number, (own, later) in pairs.items()}
+        seconds = {number: (len(_flat(own.resumable)), later.rows_after_end) for number, (own, later) in pairs.items()}
+        found = [
+            *_short_epochs(starts, thirds, "in the epoch after the resumed one", _STAYS),
+            *_short_epochs(starts, seconds, "in the epoch after one at whose end the run has resumed", _ENDED_WITH_IT),
+        ]
+    yield from found
+    if not found:
+        _compare_in_other_size(view, epoch.ranks)
 
 
-def _short_epochs(pairs: Mapping[int, tuple[RankBatches, RankBatches]]) -> Iterator[Finding]:
-    """Report ranks whose next epoch after the one in which they have resumed lacks as many rows as came before."""
-    rows = (
-        (number, (own.next_rows, later.next_rows, len(_flat(own.resumable[: own.saved_after]))))
-        for number, (own, later) in pairs.items()
-    )
-    for (expected, actual, before), ranks in ranks_by(rows).items():
+def _short_epochs(
+    starts: Mapping[int, int], rows: Mapping[int, tuple[int | None, int | None]], where: str, explanation: Explanation
+) -> Iterator[Finding]:
+    """Report ranks that lack as many of the expected rows as the run had seen in an epoch before it was saved."""
+    for (expected, actual, before), ranks in ranks_by(
+        (number, (*rows[number], starts[number])) for number in rows
+    ).items():
         if expected is not None and actual is not None and expected - actual >= before:
-            whole = f"{expected}, as without resuming"
-            yield Finding(DATA, ranks, f"{counted(actual, 'row')} in the epoch after the resumed one", whole, **_STAYS)
+            yield Finding(
+                DATA, ranks, f"{counted(actual, 'row')} {where}", f"{expected}, as without resuming", **explanation
+            )
+
+
+def _compare_in_other_size(view: View, ranks: Sequence[RankBatches]) -> None:
+    """Raise if rows of an epoch are repeated or missing where another number of data-parallel ranks goes on in it."""
+    others = view.evidence.batches_resharded
+    if others is None:
+        if (reason := view.evidence.unavailable.get("batches_resharded")) and reason.error:
+            raise NotTaken("batches_resharded")
+        return
+    if not all(rank.ended for rank in (*ranks, *others)):
+        return
+    firsts, theirs = ([*{rank.data_parallel: rank for rank in run if rank.loader}.values()] for run in (ranks, others))
+    whole, before, after = (
+        Counter(row for rank in run for row in _flat(rank.resumable[:end]))
+        for run, end in ((firsts, None), (firsts, ranks[0].saved_after), (theirs, None))
+    )
+    again = sum(count for row, count in (before + after - whole).items() if row in whole)
+    missing = (whole - before - after).total()
+    if max(again, missing) >= max(len(run) * max(map(len, run[0].resumable)) for run in (firsts, theirs)):
+        raise Differs(
+            f"with {counted(len(theirs), 'data-parallel rank')} instead of {len(firsts)} after resuming, "
+            f"{counted(again, 'row')} of the epoch come again and {missing} are on no rank; let resume() convert the "
+            "position to the number of ranks, or raise if that is another one than before"
+        )
 
 
 def _findings(runs: Mapping[int, _Run]) -> Iterator[Finding]:
@@ -105,8 +143,9 @@ def _run(epoch: RankBatches, position: int, resumed: Sequence[Rows]) -> _Run:
     rest, own = _flat(epoch.resumable[position:]), _flat(resumed)
     if not epoch.ended:
         own = own[: len(rest)]  # both go on, and this one was read further
-    earlier = () if epoch.later is None else epoch.batches
-    return _Run(epoch.resumable, earlier, position, rest, own, epoch.data_parallel[0])
+    start = epoch.first_pass if not epoch.ended and position >= epoch.first_pass else 0
+    earlier = epoch.batches[:start] if epoch.later is None else epoch.batches
+    return _Run(epoch.resumable[start:], earlier, position - start, rest, own, epoch.data_parallel[0])
 
 
 def _flat(batches: Sequence[Rows]) -> Rows:
@@ -143,7 +182,8 @@ def _start_of(run: _Run, epoch: Sequence[Rows]) -> int | None:
     """Return the number of the batch of this epoch at which the resumed rank has started, if there is one."""
     for start in range(len(epoch)):
         rows = _flat(epoch[start:])
-        if rows[: len(run.resumed)] == run.resumed and len(run.resumed) >= min(len(rows), len(run.rest)):
+        # Of a stream, what follows are the rows of later passes.
+        if rows[: len(run.resumed)] == run.resumed[: len(rows)] and len(run.resumed) >= min(len(rows), len(run.rest)):
             return start
     return None
 
@@ -166,6 +206,10 @@ _STAYS: Explanation = {
     "cause": "the position that was loaded stays set, so that each later epoch begins there as well",
     "remedy": "forget the position when the first epoch ends; where the loop itself builds another loader for later "
     "epochs, let data() return an object that does so",
+}
+_ENDED_WITH_IT: Explanation = {
+    "cause": "the position at the end of an epoch is saved and loaded as one in the next epoch, which begins behind it",
+    "remedy": "set the position to 0 when an epoch ends, and count the epoch, before the state is saved",
 }
 _FROM_THE_BEGINNING: Explanation = {
     "cause": "the position is not saved or not loaded: save() and resume() leave the loader out, or the loader is "
