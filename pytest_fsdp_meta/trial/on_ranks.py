@@ -109,8 +109,8 @@ _OBSERVERS = {
     "recording what is saved": "record_model record_state",
     "comparing what was resumed": "compare_model compare_state compare_loaded",
     "calling state_dict": "observe_state_dict fingerprint_state_dict",
-    "exporting": "export",
-    "comparing the export": "compare_export",
+    "exporting": "export export_trained",
+    "comparing the export": "compare_export loss_of_trained",
     "reading data": "pack_data read_epoch save_at_end read_later_epoch count_third_epoch read_alone",
     "resuming within an epoch": "resume_epoch",
 }

@@ -90,6 +90,8 @@ class AllObservations(ObservationRun):
     """What each rank has recorded of what it saved with its optimizer."""
     _stateless: tuple[str, ...] = ()
     """The trainable parameters without a gradient: the optimizer has no state for them to save."""
+    _trained: tuple[float, ...] = ()
+    """The loss on each rank after the training, whose export was recorded."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
 
@@ -102,7 +104,8 @@ class AllObservations(ObservationRun):
                     self.reference_world.close()
         finally:
             self.loads.close()
-        self.unavailable.pop("kept", None)  # it is only there for "resharded"
+        for name in ("kept", "trained"):  # they are only there for other observations
+            self.unavailable.pop(name, None)
         return replace(self.seen, unavailable=self.unavailable)
 
     def take(self, row: Observation[Any]) -> None:
@@ -123,6 +126,14 @@ class AllObservations(ObservationRun):
 
     def _observe_state_dict(self) -> tuple[RankStateDict, ...]:
         return tuple(self.loads.run_first(state_dict.observe_state_dict))
+
+    def _export_trained(self) -> tuple[float, ...]:
+        """Export what was trained, where the author does, and it is known what the loss of a model is."""
+        declared = self.subject.declared
+        has_loss = "batch" in declared and ("loss" in declared or "train_step" not in declared)
+        if "state_dict" in declared and has_loss and self.seen.training and not self._checkpoints:
+            self._trained = tuple(self.loads.run_first(state_dict.export_trained, str(self.folder)))
+        return self._trained
 
     def _save_and_continue(self) -> tuple[RankResumed, ...] | Unavailable:
         if reason := self._not_trained() or self._unsavable():
@@ -210,7 +221,11 @@ class AllObservations(ObservationRun):
         folder, from_parts = str(self.folder), exported_in_parts(self.inventory, self.subject)
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
         path, plain = self._path_of("export_reference", reference.record_export_reference), self._reference_path
-        return run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
+        found = run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
+        if not self._trained:
+            return found
+        loss = run_on(self.reference_world, state_dict.loss_of_trained, self._recipe, folder, declared)[0]
+        return replace(found, trained=self._trained, trained_loss=loss)
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well
@@ -469,6 +484,7 @@ def _with_steps(ranks: tuple[RankResumed, ...], runs: list[Mapping[str, Any]]) -
 
 MORE_LOADS = (
     Observation("state_dict", AllObservations._observe_state_dict),
+    Observation("trained", AllObservations._export_trained),
     Observation("continued", AllObservations._save_and_continue, uses=("state_dict",)),
     Observation("saved_again", AllObservations._save_again, needs=("continued",)),
     Observation("saved", AllObservations._save_model, uses=("state_dict",)),
@@ -476,7 +492,7 @@ MORE_LOADS = (
     Observation("training_mode", AllObservations._observe_training_mode),
     Observation("not_finite", AllObservations._observe_not_finite),
     Observation("repetition", AllObservations._repeat_load),
-    Observation("export", AllObservations._export, uses=("reference", "state_dict")),
+    Observation("export", AllObservations._export, uses=("reference", "state_dict", "trained")),
     Observation("kept", AllObservations._save_second_load, uses=("state_dict",)),
     Observation("resumed", AllObservations._resume, needs=("continued",)),
     Observation("restored", AllObservations._restore_model, needs=("saved",)),

@@ -282,21 +282,6 @@ def test_a_factor_blurred_by_several_steps():
     assert [f.actual for f in verdict(UPDATES, turned).findings] == ["update differs from the reference's"]
 
 
-@pytest.mark.parametrize(
-    ("evidence", "factor", "cause"),
-    [
-        (healthy(4), 4.0, "is multiplied by the number of data-parallel ranks (4), and the reference's is not"),
-        (healthy(4), 0.25, "is divided by the number of data-parallel ranks (4), and the reference's is not"),
-        (healthy(mesh=HYBRID), 0.5, "the number of ranks along dp_replicate and the number of ranks along dp_shard"),
-        (healthy(4), 2.0, "learning rate, weight decay or parameter groups"),
-        (healthy(1), 2.0, "learning rate, weight decay or parameter groups"),
-    ],
-)
-def test_an_update_scaled_by_the_number_of_ranks(evidence, factor, cause):
-    (finding,) = verdict(UPDATES, remeasured(evidence, MIDDLE, factor, observed="parameters")).findings
-    assert cause in finding.cause
-
-
 def test_only_the_farthest_updates_are_reported():
     wrong = remeasured(healthy(), MIDDLE, 0.1, observed="parameters")
     both = remeasured(wrong, EMBEDDING, 0.9, observed="parameters")
@@ -417,9 +402,3 @@ def test_what_train_step_itself_writes_to():
     [update] = verdict(UPDATES, written(moved)).findings
     assert all(finding.cause.startswith(itself) for finding in (frozen, update))
     assert not verdict(UPDATES, moved).findings[0].cause.startswith(itself)
-
-
-@pytest.mark.parametrize(("apart", "by_ranks"), [(0.0, True), (1.0, False)])
-def test_a_factor_that_explains_part_of_an_update_is_no_number_of_ranks(apart, by_ranks):
-    [found] = verdict(UPDATES, remeasured(healthy(), MIDDLE, 2.0, apart, observed="parameters")).findings
-    assert ("number of data-parallel ranks" in found.cause) == by_ranks

@@ -5,6 +5,7 @@ A digest is a short string that is the same for the same bytes, on every device,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -191,6 +192,10 @@ class Export:
     """For each rank, the frozen parameters that the author's state_dict() changes."""
     unchanged: tuple[str, ...] = ()
     """The tensors that differ from a declared export_reference, and have the values of the reference instead."""
+    trained: tuple[float, ...] = ()
+    """The loss of the first batch on each rank after the training, without dropout; empty if it was not computed."""
+    trained_loss: float = math.nan
+    """That of a model which has loaded what the ranks exported then."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ Lines lie in a square of 1000 by 1000 that the page stretches, but not its texts
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, floor, isfinite, log2, log10
 
 from pytest_fsdp_meta.reports.schema import Curves, Summary
@@ -18,8 +16,6 @@ HUES = 8
 """Colours of ranks; the lines of further ones are dashed."""
 SIDE = 1000
 MOST_TICKS = 6
-MOST_COLUMNS = 24
-"""Places along a plot that show their values when they are pointed at."""
 MOST_NAMED = 12
 """With more lines than this, a plot has no legend."""
 
@@ -47,11 +43,6 @@ class Curve:
     style: str
     points: Sequence[tuple[float, float]]
     rank: int | None = None
-
-    def at(self, x: float) -> float | None:
-        """Return its value at a point: that of the last one before."""
-        index = bisect_right(self.points, x, key=lambda point: point[0]) - 1
-        return None if index < 0 else self.points[index][1]
 
 
 @dataclass(frozen=True)
@@ -81,28 +72,8 @@ class Plot:
         first = "M{} {}".format(*places[0])
         return first + "".join(f"H{across}V{down}" for across, down in places[1:]) + f"H{SIDE}"
 
-    @property
-    def columns(self) -> list[tuple[str, str, str]]:
-        """Strips of the plot, as (left, width, the values of all lines there)."""
-        values = sorted({x for line in self.lines for x, _ in line.points})
-        values = values[:: ceil(len(values) / MOST_COLUMNS) or 1]
-        places = [self.x.place(value) for value in values]
-        ends = [0.0, *((one + other) / 2 for one, other in pairwise(places)), 1.0]
-        return [
-            (percent(left), percent(right - left), self._describe(value))
-            for value, left, right in zip(values, ends, ends[1:], strict=False)
-        ]
-
     def _place(self, x: float, y: float) -> tuple[int, int]:
         return round(SIDE * self.x.place(x)), round(SIDE * (1 - self.y.place(y)))
-
-    def _describe(self, x: float) -> str:
-        where = f"{self.x.label}: {self.x.write(x)}"
-        if not self.has_legend:
-            known = [value for line in self.lines if (value := line.at(x)) is not None]
-            return f"{where}\n{self.y.write(min(known))} to {self.y.write(max(known))}" if known else where
-        values = [(line.label, line.at(x)) for line in self.lines]
-        return "\n".join([where, *(f"{label}: {'none' if y is None else self.y.write(y)}" for label, y in values)])
 
 
 def percent(share: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled
 from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
@@ -14,6 +16,8 @@ from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
 )
 from pytest_fsdp_meta.evidence import Comparison, Export
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
+from pytest_fsdp_meta.judging.gates import global_losses
+from pytest_fsdp_meta.judging.limits import loss_tolerances, relative_distance
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import clean_name, first_of, name_ranks
@@ -35,6 +39,11 @@ _NOT_APPLIED: Explanation = {
     "cause": f"the export has the model's own values, without what {OWN} adds: adapters are not merged, or the tensors "
     "were read after the merge had been undone",
     "remedy": "merge before state_dict() reads the tensors, and copy them before the merge is undone",
+}
+_UNTRAINED: Explanation = {
+    "cause": "state_dict() leaves out or computes otherwise what training has changed, which before it made no "
+    "difference: adapters whose second factor is 0 then are merged with another scale, or it returns copies of before",
+    "remedy": "compare the merged weights with those that the forward uses, after a step",
 }
 _OWN_SHARD: Explanation = {
     "cause": "state_dict() returns a rank's own shard",
@@ -102,8 +111,24 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     for found in export.assembled:
         if view.judgeable(found.name):
             yield from _judge_parts(view, found, found.name in equal)
+    yield from _judge_trained(view, export)
     if wrong:
         raise PartlyJudged(f"values of the export are not compared: {first_of(wrong)} is not the reference's")
+
+
+def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
+    """Judge the export of the trained model by its loss, as far as the losses of the training can be compared."""
+    runs, expected = view.evidence.training, view.reference.losses
+    if not (export.trained and runs and expected) or math.isnan(export.trained_loss):
+        return
+    allowed = loss_tolerances(view.evidence)[0]
+    trained = [replace(run, losses=(loss,)) for run, loss in zip(runs, export.trained, strict=True)]
+    [live] = global_losses(replace(view.evidence, training=tuple(trained)))
+    if relative_distance(global_losses(view.evidence), expected, 0) > allowed:
+        return
+    if relative_distance((export.trained_loss,), (live, *expected), 0) > allowed:
+        actual = f"loss {export.trained_loss:.6g} of a model that loads what is exported after training"
+        yield Finding(None, (0,), actual, f"{live:.6g}, that of the trained model", **_UNTRAINED)
 
 
 def _judge_parts(view: View, found: Assembled, equal: bool) -> Iterator[Finding]:

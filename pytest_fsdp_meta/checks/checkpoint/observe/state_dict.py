@@ -7,7 +7,9 @@ world of the reference. All values come from state dicts, so what a hook does to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, Fingerprint, RankExport, RankStateDict
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
+from pytest_fsdp_meta.checks.training.observe.reference import build, declared_subject
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.checks.values.observe import comparable, compare, differing, read_part
 from pytest_fsdp_meta.evidence import Comparison, Export, PartFacts
@@ -31,12 +34,13 @@ from pytest_fsdp_meta.ranks.adapters import zero3
 from pytest_fsdp_meta.ranks.adapters.dtensor import fits, local_part, own_part, placed_like, sizes, with_elements
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import boxes_of, facts_of, record_parts, rows_of
-from pytest_fsdp_meta.ranks.batches import calling_field
+from pytest_fsdp_meta.ranks.batches import batch_slice, calling_field, loss_of, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, reshard, unwrapped
+from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.reference_record import Record, is_array, record_at, write_record
 from pytest_fsdp_meta.text import clean_name, first_line
-from pytest_fsdp_meta.worlds import current, doing
+from pytest_fsdp_meta.worlds import CallFailed, current, doing
 
 EXTRA_STATE = "_extra_state"
 """The last part of the key under which torch saves the extra state of a module."""
@@ -79,6 +83,7 @@ def author_state_dict(subject: Subject) -> Mapping[str, Any]:
 
 NAME = "export"
 """The record of what rank 0 exports whole; each rank's parts are in another one."""
+TRAINED = "trained export"
 NO_RANK = -1
 """Instead of the rank that exports an element."""
 
@@ -124,6 +129,22 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
         record_parts(exported, _own_file(rank, folder)) if from_parts else {},
         changed,
     )
+
+
+def export_trained(folder: str) -> float:
+    """Record what rank 0 exports after the training, and return the loss of this rank's rows of the first batch."""
+    subject, rank = resharded_subject(), current()
+    gathered = list(_gathered(author_state_dict(subject), ()))
+    if rank.rank == 0:
+        write_record(record_at(folder, TRAINED), gathered)
+    return first_loss(subject, batch_slice(subject, rank))
+
+
+def first_loss(subject: Subject, place: tuple[int, int]) -> float:
+    """Return the loss of a slice of the first batch, without dropout."""
+    rows = rows_of_step(subject, 0, place, current().device)
+    with comparable_modes(subject.model), torch.no_grad():
+        return scalar(loss_of(subject, rows))
 
 
 def _digests_of_frozen(model: Module) -> dict[str, str]:
@@ -207,6 +228,20 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
         changed=tuple(own.changed for own in exports),
         unchanged=_equal_in(Record(model_record), gathered, comparisons) if declared else (),
     )
+
+
+def loss_of_trained(recipe: Mapping[str, bytes], folder: str, declared: bool) -> float:
+    """Return the loss of the reference, or of the ``declared`` export_reference, with what was exported after training.
+
+    It is NaN where that model does not compute it.
+    """
+    model = build("export_reference", recipe) if declared else current().state["reference"]
+    exported, own = Record(record_at(folder, TRAINED)), model.state_dict()
+    names = [name for name in exported.names() if name in own and exported.shape(name) == tuple(own[name].shape)]
+    model.load_state_dict({name: exported.read_whole(name) for name in names}, strict=False)
+    with suppress(CallFailed):
+        return first_loss(declared_subject(model, recipe), (0, 1))
+    return math.nan
 
 
 def _equal_in(model: Record, gathered: Record, comparisons: Iterable[Comparison]) -> tuple[str, ...]:

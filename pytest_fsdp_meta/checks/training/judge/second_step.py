@@ -23,7 +23,7 @@ from pytest_fsdp_meta.judging.gates import (
     unless_explained,
 )
 from pytest_fsdp_meta.judging.limits import Limits, describe_length, gradients_beyond_rounding, limits_of, loss_limits
-from pytest_fsdp_meta.judging.multiples import alike, divides, number_of, whole
+from pytest_fsdp_meta.judging.multiples import alike
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, View
 from pytest_fsdp_meta.text import counted
@@ -171,10 +171,8 @@ _NOT_ZEROED: Explanation = {
 MOST_PERPENDICULAR = 0.35
 """Fraction: an update is a multiple of the reference's if at most this part of it is perpendicular to the reference's.
 If only the signs agree, the part is about 0.6."""
-CLEAR = 0.1
-"""Fraction: a factor that leaves more of an update unexplained is not explained by a number of ranks."""
 SAME_UPDATE = 0.02
-"""Relative: update factors that differ by less count as the same factor, with the same cause."""
+"""Relative: update factors that differ by less count as the same factor."""
 _SETTINGS = either(
     "",
     "the optimizer's learning rate, weight decay or parameter groups are not the reference's",
@@ -256,9 +254,6 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             ranks = tuple(rank for rank, _ in alike_cases)
             explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
-            clear = all(c.measure is not None and c.measure.residual < CLEAR for _, c in alike_cases)
-            if factor and clear and not explanation:
-                explanation = _explain_factor(view, runs, name, factor)
             explanation = explanation or explain_hooks_left_out(view)
             explanation = explanation or (_STEP if _same_settings(view, runs, name, ranks) else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
@@ -300,21 +295,6 @@ def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[in
         "swaps it for an evaluation and does not put it back",
         "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
         "what an evaluation swaps",
-    }
-
-
-def _explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
-    """Explain an update factor that equals a number of ranks; return {} if it equals none."""
-    whole_factor = whole(float(factor), SAME_UPDATE)
-    number, meaning = number_of(view, runs, whole_factor, name)
-    if not meaning:
-        return {}
-    done = "divided" if divides(whole_factor) else "multiplied"
-    return {
-        "cause": f"the learning rate, or the optimizer's step, is {done} by {meaning} ({number}), and the reference's "
-        "is not",
-        "remedy": "use the reference's learning rate on the ranks: gradients are already averaged over the "
-        "data-parallel ranks; and look for code that scales gradients between backward and the step",
     }
 
 

@@ -47,8 +47,8 @@ def record_reference(
     checkpoint and freezes nothing itself.
     """
     with poisoned_memory():
-        poisoned = _inventory(_build("reference", recipe), attributes)
-    model = _build("reference", recipe)
+        poisoned = _inventory(build("reference", recipe), attributes)
+    model = build("reference", recipe)
     seed = torch.initial_seed()
     for name, kind, tensor in named_tensors(model):
         if kind == "parameter" and name in frozen:
@@ -105,12 +105,12 @@ def adopt_requires_grad(trainable: Mapping[str, bool]) -> None:
 
 def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
     """Build the verifier and record its values."""
-    write_record(Path(path), _tensors(_build("verifier", recipe)))
+    write_record(Path(path), _tensors(build("verifier", recipe)))
 
 
 def record_export_reference(recipe: Mapping[str, bytes], path: str) -> None:
     """Build what the export should equal and record its state dict."""
-    state = _build("export_reference", recipe).state_dict()
+    state = build("export_reference", recipe).state_dict()
     write_record(Path(path), ((key, value) for key, value in state.items() if isinstance(value, Tensor)))
 
 
@@ -134,7 +134,7 @@ def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
     return ""
 
 
-def _build(field: str, recipe: Mapping[str, bytes]) -> Module:
+def build(field: str, recipe: Mapping[str, bytes]) -> Module:
     torch.manual_seed(SEED)
     doing(f"building the {field}")
     build = pickle.loads(recipe[field])
