@@ -27,7 +27,7 @@ from pytest_fsdp_meta.ranks.torch_private import (
     non_persistent_names,
 )
 from pytest_fsdp_meta.ranks.watching import tensors_in
-from pytest_fsdp_meta.text import clean_name, first_line, grouped
+from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_line, grouped
 
 FABRIC = frozenset({"_forward_module", "_original_module"})
 """The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
@@ -56,10 +56,9 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
 
 def managed_names(model: Module) -> dict[str, bool]:
     """Map the FQNs that FSDP2 manages to whether the registered parameter is the one that it manages."""
-    prefixes = unwrapped(model).named_modules(remove_duplicate=False)
-    names = grouped((module, prefix) for prefix, module in prefixes)
+    names = grouped((module, prefix) for prefix, module in named_modules(model, remove_duplicate=False))
     return {
-        clean_name(f"{prefix}.{name}" if prefix else name): live
+        f"{prefix}.{name}".removeprefix("."): live
         for module, name, live in managed_places(model)
         for prefix in names.get(module, ())
     }
@@ -67,11 +66,23 @@ def managed_names(model: Module) -> dict[str, bool]:
 
 def named_tensors(model: Module) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (FQN, kind, tensor) of all parameters, then all buffers; tied ones under each of their names."""
-    root = unwrapped(model)
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        yield clean_name(name), "parameter", parameter
-    for name, buffer in root.named_buffers(remove_duplicate=False):
-        yield clean_name(name), "buffer", buffer
+    modules = list(named_modules(model, remove_duplicate=False))
+    for kind, named in (("parameter", Module.named_parameters), ("buffer", Module.named_buffers)):
+        for prefix, module in modules:
+            for name, tensor in named(module, recurse=False, remove_duplicate=False):
+                yield clean_name(f"{prefix}.{name}".removeprefix(".")), kind, tensor
+
+
+def named_modules(model: Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
+    """Yield the modules by the author's names. A wrapper and what it wraps, also within the model, share theirs."""
+    names, replicated = {"": ""}, set[str]()
+    for path, module in unwrapped(model).named_modules(remove_duplicate=remove_duplicate):
+        around, _, own = path.rpartition(".")
+        is_wrapped = own in WRAPPERS or (around in replicated and own == "module")
+        names[path] = names[around] if is_wrapped else f"{names[around]}.{own}".removeprefix(".")
+        if isinstance(module, DistributedDataParallel):
+            replicated.add(path)
+        yield names[path], module
 
 
 def unwrapped(model: Module) -> Module:
@@ -89,8 +100,8 @@ def unwrapped(model: Module) -> Module:
 def non_persistent(model: Module) -> set[str]:
     """Return the FQNs of the buffers that a state dict leaves out."""
     return {
-        clean_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in unwrapped(model).named_modules(remove_duplicate=False)
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in named_modules(model, remove_duplicate=False)
         for name in non_persistent_names(module)
     }
 

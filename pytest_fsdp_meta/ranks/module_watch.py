@@ -32,10 +32,10 @@ from pytest_fsdp_meta.checks.tracing.facts import (
 from pytest_fsdp_meta.evidence import splits_model
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.generators import States, changed_generators, read_states
-from pytest_fsdp_meta.ranks.inventory import unwrapped
+from pytest_fsdp_meta.ranks.inventory import named_modules
 from pytest_fsdp_meta.ranks.torch_private import is_in_backward, is_written_view, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds.rank.tracebacks import shorten_path
 
 WRITTEN = "a module writes to its inputs, which the modules around it then lack: it was given the reference's instead"
@@ -196,7 +196,7 @@ class RunningModule:
     """Know which module runs, by hooks for all modules; inside ``torch.compile`` it stays the one around it."""
 
     def __init__(self, model: Module) -> None:
-        self._names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
+        self._names = {id(module): name for name, module in named_modules(model)}
         self._running: list[str] = []
         self.is_learning = False
         """Whether gradients were enabled when the outermost one began to run."""
@@ -234,7 +234,7 @@ def innermost_modules(model: Module) -> dict[str, Module]:
 
     Of a module and its wrappers, which share a name, it is the module itself.
     """
-    return {clean_name(name): module for name, module in unwrapped(model).named_modules() if takes_hooks(module)}
+    return {name: module for name, module in named_modules(model) if takes_hooks(module)}
 
 
 def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:

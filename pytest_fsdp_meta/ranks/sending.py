@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.torch_private import step_hooks
-from pytest_fsdp_meta.text import clean_name, first_line
+from pytest_fsdp_meta.text import first_line
 from pytest_fsdp_meta.worlds import Rank, current
 from pytest_fsdp_meta.worlds.system.pickling import Pickler
 
@@ -64,8 +64,8 @@ def unpack_function(packed: PackedFunction, model: Module, optimizer: Optimizer 
 
 def _shared(model: Module, optimizer: Optimizer | None) -> dict[Address, object]:
     """Return what the ranks and the reference both have: the modules and tensors of the model, and the optimizer."""
-    modules = unwrapped(model).named_modules(remove_duplicate=False)
-    shared: dict[Address, object] = {("module", clean_name(name)): module for name, module in modules}
+    modules = named_modules(model, remove_duplicate=False)
+    shared: dict[Address, object] = {("module", name): module for name, module in modules}
     shared |= {("tensor", name): tensor for name, _, tensor in named_tensors(model)}
     if optimizer is None:
         return shared

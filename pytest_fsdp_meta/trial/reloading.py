@@ -272,7 +272,8 @@ class AllObservations(ObservationRun):
         self.loads.close_second()
         try:
             world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
-            return _read_on(world, self.seen.batches, _within(self.seen.batches, self._path("batches")))
+            number = _last(self.seen.batches)
+            return _read_on(world, self.seen.batches, _within(self._path("batches"), number), number)
         except WorldError as error:
             summary = f"resuming within an epoch fails in {describe_size(spec)}: {error.summary}"
             return Unavailable(summary, error=not refuses_checkpoint(error), detail=str(error), kind="refused")
@@ -379,21 +380,20 @@ class AllObservations(ObservationRun):
 def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
     """Read two epochs on all ranks, and one in a world of one rank where that shows the rows of all ranks.
 
-    A checkpoint is saved after the first batches of each, if ``folder`` is given: that of the second epoch in
-    ``_later(folder)``.
+    A checkpoint is saved after the first batches of each, and at the end of the second, if ``folder`` is given.
     """
     packed = run_on(world, author_data.pack_data)[0]  # before an epoch leaves iterators behind
     first = run_on(world, author_data.read_epoch, folder)
     ranks = tuple(rank for rank, _ in first)
     if all(again for _, again in first):
-        if folder:
-            run_on(world, author_data.save_at_end, _ended(folder))
-        with restored_if_deleted(Path(_ended(folder)), Path(f"{folder}-kept")) if folder else nullcontext():
-            later = run_on(world, author_data.read_later_epoch, folder and _later(folder))
+        later = run_on(world, author_data.read_later_epoch, folder and _within(folder, 1))
         if any(own.refused for own in later):
             ranks = tuple(replace(rank, refused=own.refused) for own, rank in zip(later, ranks, strict=True))
         else:
             ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
+            if folder and all(rank.ended for rank in ranks):
+                with restored_if_deleted(Path(_within(folder, 1)), Path(f"{folder}-kept")):
+                    run_on(world, author_data.save_at_end, _within(folder, 2))
             ranks = _with_next_rows(world, ranks)
     size = ranks[0].data_parallel[1]
     if size == 1:
@@ -413,7 +413,7 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
 def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tuple[RankBatches, ...] | Unavailable:
     """Resume in a new load from the checkpoint within the epoch and read the rest; then once more, from within it.
 
-    A third load resumes from the end of the first epoch, if the loader itself goes on from there to the second.
+    A third load resumes from the end of the second epoch, if the loader itself goes on from there to the third.
     """
     if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
         summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
@@ -422,26 +422,25 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
     after = _second_save(epoch.ranks, rest)
     again = f"{folder}-again" if rest > after + 1 else None
     world = new_load()
-    found = _read_on(world, epoch, _within(epoch, folder), again, after)
-    if any(rank.later is not None for rank in epoch.ranks):
+    found = _read_on(world, epoch, _within(folder, _last(epoch)), _last(epoch), again, after)
+    if _last(epoch):
         found = _with_next_rows(world, found)
     if again is not None:
-        second = _read_on(new_load(), epoch, again)
+        second = _read_on(new_load(), epoch, again, _last(epoch))
         found = tuple(replace(own, resumed_again=more.batches) for own, more in zip(found, second, strict=True))
     # Where a function returns the rest of an epoch, whoever calls it decides what follows an empty one.
     if all(rank.next_rows is not None for rank in found if rank.loader):
-        ended = [sum(map(len, rank.batches)) for rank in _read_on(new_load(), epoch, _ended(folder))]
+        ended = [sum(map(len, rank.batches)) for rank in _read_on(new_load(), epoch, _within(folder, 2), 2)]
         found = tuple(replace(own, rows_after_end=rows) for own, rows in zip(found, ended, strict=True))
     return found
 
 
 def _read_on(
-    world: World, epoch: Epoch, folder: str, again: str | None = None, after: int = 0
+    world: World, epoch: Epoch, folder: str, number: int, again: str | None = None, after: int = 0
 ) -> tuple[RankBatches, ...]:
     """Resume from the folder, and read the rest of the epoch and a little more, to see where a rank goes on."""
     most = max(len(rank.resumable) for rank in epoch.ranks) + TOO_MANY
-    later = any(rank.later is not None for rank in epoch.ranks)
-    return tuple(run_on(world, author_data.resume_epoch, folder, most, later, again, after))
+    return tuple(run_on(world, author_data.resume_epoch, folder, most, number, again, after))
 
 
 def _second_save(ranks: Sequence[RankBatches], rest: int) -> int:
@@ -462,16 +461,14 @@ def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankB
     return tuple(replace(rank, next_rows=own) for rank, own in zip(ranks, rows, strict=True))
 
 
-def _within(epoch: Epoch, folder: str) -> str:
-    return _later(folder) if any(rank.later is not None for rank in epoch.ranks) else folder
+def _last(epoch: Epoch) -> int:
+    """Return the number of the epoch within which resuming is judged: 1 if there is a second."""
+    return int(any(rank.later is not None for rank in epoch.ranks))
 
 
-def _later(folder: str) -> str:
-    return f"{folder}-later"
-
-
-def _ended(folder: str) -> str:
-    return f"{folder}-ended"
+def _within(folder: str, number: int) -> str:
+    """Return where the checkpoint is from which an epoch goes on."""
+    return f"{folder}-{number}" if number else folder
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

@@ -270,6 +270,31 @@ def observe_step() -> StepTraffic | None:
     return step
 
 
+@dataclass
+class _Forwards:
+    """Counts the forwards of groups: the modules that fully_shard got as a list gather once, the first that runs.
+
+    One that runs again, or after FSDP2's root has returned, gathers by itself, as a head does in a loss by chunks.
+    """
+
+    counted: Counter[int] = field(default_factory=Counter)
+    _ran: dict[int, set[Module]] = field(default_factory=dict)
+    _depth: int = 0
+
+    def begin(self, index: int, module: Module, *_: Any) -> None:
+        self._depth += 1
+        ran = self._ran.setdefault(index, set())
+        if not ran or module in ran:
+            self.counted[index] += 1
+            ran.clear()
+        ran.add(module)
+
+    def end(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._ran.clear()
+
+
 @contextmanager
 def watching_step(rank: Rank, model: Module, steps: int, step: int) -> Iterator[None]:
     """Record the collectives of the block if it is the second of ``steps`` steps and a check asked for them.
@@ -279,25 +304,21 @@ def watching_step(rank: Rank, model: Module, steps: int, step: int) -> Iterator[
     if "collectives" not in rank.state["watch"] or step != min(1, steps - 1):
         yield
         return
-    groups = list(fsdp_groups(model))
-    forwards: Counter[int] = Counter()
+    groups, forwards = list(fsdp_groups(model)), _Forwards()
     parameters = {name: tensor for name, kind, tensor in named_tensors(model) if kind == "parameter"}
     recorder = Recorder(known=parameters)
-
-    def count_forward(index: int, *_: Any) -> None:
-        forwards[index] += 1
-
     with ExitStack() as hooks:
         for index, group in enumerate(groups):
-            # Where fully_shard got a list of modules, only the first of them gathers, in whichever order they run.
-            hooks.callback(group.modules[0].register_forward_pre_hook(partial(count_forward, index)).remove)
+            for module in group.modules:
+                hooks.callback(module.register_forward_pre_hook(partial(forwards.begin, index)).remove)
+                hooks.callback(module.register_forward_hook(forwards.end).remove)
         with recorder.noting_optimizers(), watching(recorder):
             yield
     names = grouped((id(tensor), name) for name, _, tensor in named_tensors(model))
     facts = tuple(
         FsdpGroup(
             parameters=tuple(name for parameter in group.parameters for name in names.get(id(parameter), ())),
-            forwards=forwards[index],
+            forwards=forwards.counted[index],
             reshards=group.reshards,
             trainable=any(parameter.requires_grad for parameter in group.parameters),
             replicates=group.replicates,

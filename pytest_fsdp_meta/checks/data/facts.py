@@ -35,7 +35,7 @@ class RankBatches:
     resumed_again: tuple[Batch, ...] | None = None
     """The batches of another load that resumed from that checkpoint, where this rank had itself resumed."""
     rows_after_end: int | None = None
-    """How many rows the second epoch has in another load that resumed from the end of the first; None if unknown."""
+    """How many rows the third epoch has in another load that resumed from the end of the second; None if unknown."""
 
     @property
     def resumable(self) -> tuple[Batch, ...]:

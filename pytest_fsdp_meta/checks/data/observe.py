@@ -73,7 +73,7 @@ def read_epoch(folder: str | None) -> tuple[RankBatches, bool]:
 
 
 def save_at_end(folder: str) -> None:
-    """Save once the first epoch has ended, as ``read_epoch`` does within it."""
+    """Save once the second epoch has ended, as ``read_epoch`` does within it."""
     rank, subject = current(), resharded_subject()
     if _saved_after(subject, rank.state[READ], folder):
         _save(rank, subject, rank.state[READ], Path(folder))
@@ -100,13 +100,10 @@ def read_later_epoch(folder: str | None) -> RankBatches:
     return replace(found, later=found.batches, shuffled_by=_shuffler(loader), has_set_epoch=has_set_epoch)
 
 
-def resume_epoch(folder: str, most: int, later: bool, again: str | None = None, after: int = 0) -> RankBatches:
-    """Resume from the checkpoint in ``folder``, and return at most this many of the batches that follow.
-
-    Save in the folder ``again``, if it is given, ``after`` some of them. ``later`` says that the second epoch goes on.
-    """
+def resume_epoch(folder: str, most: int, number: int, again: str | None = None, after: int = 0) -> RankBatches:
+    """Resume from ``folder`` in epoch ``number``, and return at most this many batches; save ``again`` after some."""
     rank, subject = current(), resharded_subject()
-    loader = _begin_epoch(rank, subject, Path(folder), later)
+    loader = _begin_epoch(rank, subject, Path(folder), number)
     file = _file(Path(folder), rank)
     if subject.save is None and file.exists() and is_stateful(loader):
         state = torch.load(file, weights_only=False)
@@ -170,27 +167,27 @@ def _is_function(data: object) -> bool:
     return callable(data) and not hasattr(type(data), "__iter__")
 
 
-def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None, later: bool = False) -> Any:
+def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None, number: int = 0) -> Any:
     """Return the loader, with the random numbers as they were after loading, and after ``resume`` if it is declared.
 
     Where the author seeds nothing, a load that resumes has other random numbers, as a job that starts again has.
-    ``later`` says that it resumes within the second epoch.
+    ``number`` is that of the epoch in which it resumes.
     """
     data = subject.data
     if data is not None:
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
         if resumed_from is not None and torch.initial_seed() == SEED:
             torch.manual_seed(SEED + 1)
-    if later and not _is_function(data):
-        _set_epoch(data, 1)  # set_epoch() may go back to the beginning, so the position is loaded after it
+    if number and not _is_function(data):
+        _set_epoch(data, number)  # set_epoch() may go back to the beginning, so the position is loaded after it
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)
         call_author("resume", subject, optimizer, resumed_from, kept)
     loader = () if data is None else _open(data)
     # The author's resume() restores the epoch of a loader of their own, whose set_epoch() may begin it again.
-    if later and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
-        _set_epoch(loader, 1)
+    if number and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
+        _set_epoch(loader, number)
     return loader
 
 

@@ -41,8 +41,8 @@ _NOT_APPLIED: Explanation = {
     "remedy": "merge before state_dict() reads the tensors, and copy them before the merge is undone",
 }
 _UNTRAINED: Explanation = {
-    "cause": "state_dict() leaves out or computes otherwise what training has changed, which before it made no "
-    "difference: adapters whose second factor is 0 then are merged with another scale, or it returns copies of before",
+    "cause": "state_dict() leaves out or computes otherwise what training has changed: adapters whose second factor "
+    "was 0 before are merged with another scale, or it returns copies from before",
     "remedy": "compare the merged weights with those that the forward uses, after a step",
 }
 _OWN_SHARD: Explanation = {

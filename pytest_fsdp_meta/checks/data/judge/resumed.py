@@ -80,10 +80,10 @@ def batches_resume(view: View) -> Iterator[Finding]:
     if not found:
         starts = {number: len(_flat(own.resumable[: own.saved_after])) for number, (own, _) in pairs.items()}
         thirds = {number: (own.next_rows, later.next_rows) for number, (own, later) in pairs.items()}
-        seconds = {number: (len(_flat(own.resumable)), later.rows_after_end) for number, (own, later) in pairs.items()}
+        ended = {number: (own.next_rows, later.rows_after_end) for number, (own, later) in pairs.items()}
         found = [
             *_short_epochs(starts, thirds, "in the epoch after the resumed one", _STAYS),
-            *_short_epochs(starts, seconds, "in the epoch after one at whose end the run has resumed", _ENDED_WITH_IT),
+            *_short_epochs(starts, ended, "in the epoch after one at whose end the run has resumed", _ENDED_WITH_IT),
         ]
     yield from found
     if not found:

@@ -42,7 +42,7 @@ from pytest_fsdp_meta.checks.simulation.observe.phases import PhaseMeter, leaves
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of
-from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors, unwrapped
 from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, make_optimizer
@@ -123,7 +123,7 @@ def _unlogged() -> Iterator[None]:
 
 def _module_of(error: BaseException, model: Module) -> str:
     """Return the name of the innermost module whose code the error passed."""
-    names = {id(module): clean_name(name) for name, module in unwrapped(model).named_modules()}
+    names = {id(module): name for name, module in named_modules(model)}
     holders = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     found = [name for holder in holders if (name := names.get(id(holder)))]
     return found[-1] if found else "the model"

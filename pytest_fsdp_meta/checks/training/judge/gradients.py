@@ -36,8 +36,6 @@ from pytest_fsdp_meta.text import grouped
 
 SCALED = 0.05
 """Fraction: gradients before clipping that are off by less have no wrong scale."""
-LEAST_SCALE = 1024
-"""Gradients before clipping that are at least this many times the reference's still have the scale of a GradScaler."""
 ALIKE = 0.25
 """Fraction: weights that differ from the reference's by this much of their move may have gradients of another scale."""
 FAR = 3
@@ -115,8 +113,7 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
     """Report gradients that are right after clipping, and were the same multiple of the reference's before."""
     if (factor := _factor_before_clipping(view, runs)) is not None:
         detail = "the clipped ones are equal, as long as their norm exceeds the bound"
-        explanation = _STILL_SCALED if factor >= LEAST_SCALE else _BEFORE_CLIPPING
-        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
 
 
 def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float | None:
@@ -157,8 +154,8 @@ def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:
 
 
 def _describe_before(factor: float) -> str:
-    power = 2.0 ** round(math.log2(factor)) if factor >= LEAST_SCALE else 0.0
-    if abs(factor - power) <= SCALED * power:
+    power = 2.0 ** round(math.log2(factor))
+    if power >= 1024 and abs(factor - power) <= SCALED * power:  # the scale of a GradScaler
         return f"gradients before clipping are {power:.0f} times the reference's"
     return f"gradients before clipping are {whole(factor, SCALED) or f'{factor:.3g}'} times the reference's"
 
@@ -335,14 +332,9 @@ _REDUCTION_OFF: Explanation = {
     "backward and the step, or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
 }
-_STILL_SCALED: Explanation = {
-    "cause": "the gradients still have the scale of a GradScaler when they are clipped, so that the bound holds for "
-    "something else",
-    "remedy": "call scaler.unscale_(optimizer) before clipping",
-}
 _BEFORE_CLIPPING: Explanation = {
     "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
-    "the loss or a framework may have done already",
+    "the loss or a framework may have done already, or by a GradScaler that does not unscale before clipping",
     "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
     "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
 }

@@ -183,7 +183,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        other = _explain_other_divisor(view, first, allowed) or add_precision(view, _STATE_BETWEEN_STEPS)
+        other = add_precision(view, _STATE_BETWEEN_STEPS)
         return uneven or explain_hooks_left_out(view) or other
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
@@ -257,19 +257,6 @@ _STATE_BETWEEN_STEPS: Explanation = {
     "steps, such as a buffer or a cache that the forward updates on each rank separately",
     "remedy": "compare the state that the forward keeps between steps with the reference's",
 }
-
-
-def _explain_other_divisor(view: View, step: int, allowed: float) -> Explanation:
-    """Explain the first wrong loss, after right ones, if it is a whole multiple or fraction of the reference's."""
-    expected = (view.reference.losses or ())[step]
-    factor = whole(global_losses(view.evidence)[step] / expected, allowed) if expected else ""
-    if not factor:
-        return {}
-    return {
-        "cause": f"the losses before it are right, and that of step {step} is {_times(factor)} the reference's: it is "
-        "divided by a fixed number, such as the micro-batches of a whole window, where this step has another one",
-        "remedy": "divide by what the step really has: the last window of an epoch may have fewer micro-batches",
-    }
 
 
 def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) -> Explanation:

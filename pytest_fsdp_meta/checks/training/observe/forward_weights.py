@@ -19,7 +19,7 @@ from pytest_fsdp_meta.checks.values.observe import all_equal
 from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import loss_of
-from pytest_fsdp_meta.ranks.inventory import named_tensors, unwrapped
+from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors
 from pytest_fsdp_meta.ranks.precision import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.torch_private import ManagedWeight, managed_weights, sequence_number
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -99,8 +99,8 @@ class WeightWatch:
                 self._add(names[id(leaf)], COPIED, self._step)
 
     def _fqn(self, module: Module, name: str) -> str:
-        prefix = next((path for path, other in unwrapped(self._model).named_modules() if other is module), "")
-        return clean_name(f"{prefix}.{name}" if prefix else name)
+        prefix = next((path for path, other in named_modules(self._model) if other is module), "")
+        return clean_name(f"{prefix}.{name}".removeprefix("."))
 
     def _add(self, name: str, how: str, step: int) -> None:
         """Record a stale weight once, with its first step; the memory that a group gathers from explains the values."""
