@@ -232,7 +232,7 @@ REAL = [
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("load", "architecture", "mesh"), REAL, ids=str)
+@pytest.mark.parametrize(("load", "architecture", "mesh"), REAL, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_the_peak_of_each_phase_is_that_of_a_real_run(load, architecture, mesh, checkpoint, loader_judge, tmp_path):
     observe = partial(loader_judge.observe, path=checkpoint(architecture), folder=str(tmp_path), load=load)
     observe(load_and_measure, mesh, ["dtensor_placements"])
