@@ -32,6 +32,7 @@ from pytest_fsdp_meta.worlds import World, WorldError
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
 
+NOTHING_FROZEN = "nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything"
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 JUDGED_TO_TRACE = ("inventory", "reference", "values", "verifier", "draws", "training")
 """The observations by which checks say whether a step is traced."""
@@ -123,7 +124,7 @@ class ObservationRun(TableRun):
     def _compare_with_verifier(self) -> tuple[tuple[Comparison, ...], ...] | Unavailable:
         names = frozen_sources(self.subject, self.seen.reference)
         if not names:
-            return Unavailable("nothing is frozen: neither Subject(frozen=...) nor the reference freezes anything")
+            return Unavailable(NOTHING_FROZEN, error="verifier" in self.subject.declared)
         if "verifier" not in self.subject.declared and self.seen.reference is None:
             reason = self.unavailable["reference"]
             return reason if reason.error else Unavailable(NO_VERIFIER, kind="undeclared")

@@ -286,7 +286,7 @@ def wrapped_in_part() -> dict[str, bool]:
 
 def test_parameters_of_ddp_are_marked():
     with world_of(2) as world:
-        assert world.run(wrapped_in_part) == [{"0.weight": False, "1.module.weight": True}] * 2
+        assert world.run(wrapped_in_part) == [{"0.weight": False, "1.weight": True}] * 2
 
 
 def errors_of_losses():

@@ -18,7 +18,7 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial import LoaderFailed
-from pytest_fsdp_meta.trial.observations import ONE_LOAD
+from pytest_fsdp_meta.trial.observations import NOTHING_FROZEN, ONE_LOAD
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
 from pytest_fsdp_meta.trial.table import with_needed
 from pytest_fsdp_meta.worlds import Rank
@@ -117,6 +117,11 @@ def test_a_wrong_verifier_affects_its_own_check_only(declared, reason):
     if declared.get("verifier") is failing:
         assert "output of the verifier:\nlooking for the verifier" in verdicts["frozen_weights_equal_verifier"].detail
     assert verdicts[PARITY].status == "passed"
+
+
+def test_a_verifier_of_nothing_is_an_error():
+    verdicts = judged(lambda fsdp: subject(fsdp, freeze=False, verifier=failing))
+    assert wrong(verdicts) == {"frozen_weights_equal_verifier": ("error", NOTHING_FROZEN)}
 
 
 def test_gradients_of_a_warm_up_are_not_added_to_the_first_step():

@@ -119,13 +119,13 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
 def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
     """Judge the export of the trained model by its loss, as far as the losses of the training can be compared."""
     runs, expected = view.evidence.training, view.reference.losses
-    if not (export.trained and runs and expected) or math.isnan(export.trained_loss):
+    if not (export.trained and runs and expected):
         return
     allowed = loss_tolerances(view.evidence)[0]
+    if math.isnan(export.trained_loss) or relative_distance(global_losses(view.evidence), expected, 0) > allowed:
+        return
     trained = [replace(run, losses=(loss,)) for run, loss in zip(runs, export.trained, strict=True)]
     [live] = global_losses(replace(view.evidence, training=tuple(trained)))
-    if relative_distance(global_losses(view.evidence), expected, 0) > allowed:
-        return
     if relative_distance((export.trained_loss,), (live, *expected), 0) > allowed:
         actual = f"loss {export.trained_loss:.6g} of a model that loads what is exported after training"
         yield Finding(None, (0,), actual, f"{live:.6g}, that of the trained model", **_UNTRAINED)

@@ -142,9 +142,8 @@ def export_trained(folder: str) -> float:
 
 def first_loss(subject: Subject, place: tuple[int, int]) -> float:
     """Return the loss of a slice of the first batch, without dropout."""
-    rows = rows_of_step(subject, 0, place, current().device)
     with comparable_modes(subject.model), torch.no_grad():
-        return scalar(loss_of(subject, rows))
+        return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))
 
 
 def _digests_of_frozen(model: Module) -> dict[str, str]:

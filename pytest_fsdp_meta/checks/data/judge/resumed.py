@@ -94,9 +94,8 @@ def _short_epochs(
     starts: Mapping[int, int], rows: Mapping[int, tuple[int | None, int | None]], where: str, explanation: Explanation
 ) -> Iterator[Finding]:
     """Report ranks that lack as many of the expected rows as the run had seen in an epoch before it was saved."""
-    for (expected, actual, before), ranks in ranks_by(
-        (number, (*rows[number], starts[number])) for number in rows
-    ).items():
+    found = ranks_by((number, (*rows[number], starts[number])) for number in rows)
+    for (expected, actual, before), ranks in found.items():
         if expected is not None and actual is not None and expected - actual >= before:
             yield Finding(
                 DATA, ranks, f"{counted(actual, 'row')} {where}", f"{expected}, as without resuming", **explanation
