@@ -110,7 +110,7 @@ _OBSERVERS = {
     "comparing what was resumed": "compare_model compare_state compare_loaded",
     "calling state_dict": "observe_state_dict fingerprint_state_dict",
     "exporting": "export export_trained",
-    "comparing the export": "compare_export loss_of_trained",
+    "comparing the export": "compare_export losses_of_exported",
     "reading data": "pack_data read_epoch save_at_end read_later_epoch count_third_epoch read_alone",
     "resuming within an epoch": "resume_epoch",
 }

@@ -6,6 +6,7 @@ Each world ends with its last observation: the ranks never hold two loads of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -128,10 +129,8 @@ class AllObservations(ObservationRun):
         return tuple(self.loads.run_first(state_dict.observe_state_dict))
 
     def _export_trained(self) -> tuple[float, ...]:
-        """Export what was trained, where the author does, and it is known what the loss of a model is."""
-        declared = self.subject.declared
-        has_loss = "batch" in declared and ("loss" in declared or "train_step" not in declared)
-        if "state_dict" in declared and has_loss and self.seen.training and not self._checkpoints:
+        """Export what was trained, where the author does."""
+        if "state_dict" in self.subject.declared and self.seen.training and not self._checkpoints:
             self._trained = tuple(self.loads.run_first(state_dict.export_trained, str(self.folder)))
         return self._trained
 
@@ -222,10 +221,11 @@ class AllObservations(ObservationRun):
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
         path, plain = self._path_of("export_reference", reference.record_export_reference), self._reference_path
         found = run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
-        if not self._trained:
+        live = tuple(own.loss for own in exports), self._trained
+        if from_parts or not self._trained or not all(map(math.isfinite, sum(live, ()))):
             return found
-        loss = run_on(self.reference_world, state_dict.loss_of_trained, self._recipe, folder, declared)[0]
-        return replace(found, trained=self._trained, trained_loss=loss)
+        computed = run_on(self.reference_world, state_dict.losses_of_exported, self._recipe, folder, declared)
+        return replace(found, live=live, losses=computed[0][0], rounding=computed[0][1])
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well
@@ -273,7 +273,8 @@ class AllObservations(ObservationRun):
         try:
             world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
             number = _last(self.seen.batches)
-            return _read_on(world, self.seen.batches, _within(self._path("batches"), number), number)
+            times = max(1, self.loads.first.spec.size // spec.size)
+            return _read_on(world, self.seen.batches, _within(self._path("batches"), number), number, times=times)
         except WorldError as error:
             summary = f"resuming within an epoch fails in {describe_size(spec)}: {error.summary}"
             return Unavailable(summary, error=not refuses_checkpoint(error), detail=str(error), kind="refused")
@@ -392,7 +393,7 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
         else:
             ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
             if folder and all(rank.ended for rank in ranks):
-                with restored_if_deleted(Path(_within(folder, 1)), Path(f"{folder}-kept")):
+                with _restored(folder, 1):
                     run_on(world, author_data.save_at_end, _within(folder, 2))
             ranks = _with_next_rows(world, ranks)
     size = ranks[0].data_parallel[1]
@@ -422,7 +423,8 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
     after = _second_save(epoch.ranks, rest)
     again = f"{folder}-again" if rest > after + 1 else None
     world = new_load()
-    found = _read_on(world, epoch, _within(folder, _last(epoch)), _last(epoch), again, after)
+    with _restored(folder, 2):
+        found = _read_on(world, epoch, _within(folder, _last(epoch)), _last(epoch), again, after)
     if _last(epoch):
         found = _with_next_rows(world, found)
     if again is not None:
@@ -436,10 +438,10 @@ def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tu
 
 
 def _read_on(
-    world: World, epoch: Epoch, folder: str, number: int, again: str | None = None, after: int = 0
+    world: World, epoch: Epoch, folder: str, number: int, again: str | None = None, after: int = 0, times: int = 1
 ) -> tuple[RankBatches, ...]:
-    """Resume from the folder, and read the rest of the epoch and a little more, to see where a rank goes on."""
-    most = max(len(rank.resumable) for rank in epoch.ranks) + TOO_MANY
+    """Resume from the folder, and read ``times`` the epoch and a little more, to see where a rank goes on."""
+    most = times * max(len(rank.resumable) for rank in epoch.ranks) + TOO_MANY
     return tuple(run_on(world, author_data.resume_epoch, folder, most, number, again, after))
 
 
@@ -459,6 +461,11 @@ def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankB
         return ranks
     rows = run_on(world, author_data.count_third_epoch)
     return tuple(replace(rank, next_rows=own) for rank, own in zip(ranks, rows, strict=True))
+
+
+def _restored(folder: str, number: int) -> AbstractContextManager[None]:
+    """Put back the checkpoint of an epoch; it is kept elsewhere, as an author may delete all that lie beside theirs."""
+    return restored_if_deleted(Path(_within(folder, number)), Path(folder).parents[1] / f"batches-{number}")
 
 
 def _last(epoch: Epoch) -> int:

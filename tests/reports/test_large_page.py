@@ -96,7 +96,7 @@ def test_a_link_into_a_packed_section_opens_it(opened):
     page = opened("nightly", fragment="#loader-77-no_meta_params")
     until(page, "document.activeElement.id === 'loader-77-no_meta_params'")
     assert page.locator("#loader-77-no_meta_params").is_visible()
-    assert page.locator("#loader-77 .plot").count() == 1
+    assert page.locator("#loader-77 .chart").count() == 2
     until(page, "document.querySelectorAll('#loader-78 script.packed').length === 1")
 
 
@@ -121,7 +121,7 @@ def test_paper_has_everything_of_the_loaders_that_failed(opened):
     page.set_viewport_size({"width": A4, "height": 1000})
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    until(page, "document.querySelectorAll('.loader[data-failing] .plot').length === 6")
+    until(page, "document.querySelectorAll('.loader[data-failing] .chart').length === 12")
     assert page.locator(".loader[data-failing] script.packed").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= A4
     cut = """[...document.querySelectorAll('main *')].filter((one) => one.checkVisibility() && !one.closest('.vh') &&
@@ -137,7 +137,7 @@ def test_paper_has_everything_of_the_loaders_that_failed(opened):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_no_accessibility_problem(opened, theme):
     page = opened("nightly", fragment="#loader-8-loss_parity", color_scheme=theme)
-    until(page, "document.querySelectorAll('#loader-8 .plot').length === 1")
+    until(page, "document.querySelectorAll('#loader-8 .chart').length === 2")
     assert accessibility_problems(page) == []
 
 

@@ -513,11 +513,6 @@ def test_bytes_by_dtype(dtype, size):
     assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
 
 
-def plots(page: str) -> list[str]:
-    """Return the plots of a page."""
-    return re.findall(r'<svg class="plot".*?</svg>\n</?(?:ul|details|p)', page, re.DOTALL)
-
-
 def test_losses_that_are_nan_or_infinite():
     record = loader()
     nan = Curves((4.5, float("nan")), ((4.5, float("inf")),), (4.5, 4.5))
@@ -526,20 +521,6 @@ def test_losses_that_are_nan_or_infinite():
     nothing = Curves((float("nan"),) * 2, ((float("nan"),) * 2,), ())
     page = render(report(replace(record, summary=replace(record.summary, losses=nothing))))
     assert Reader(page).text.count("nan") == 4
-
-
-def test_the_memory_of_each_rank_is_a_line():
-    [memory] = plots(render(report()))
-    assert re.findall(r'<path class="line hue-(.)" data-ranks="(.)"', memory) == [(rank, rank) for rank in "0123"]
-
-
-def test_a_plot_of_many_ranks_has_no_legend():
-    record = loader()
-    memory = tuple(replace(factory.memory(0), timeline=((0.1, 1024 * rank),)) for rank in range(40))
-    page = render(report(replace(record, summary=replace(record.summary, memory=memory, load_budget=0))))
-    [plot] = plots(page)
-    assert '<ul class="key"' not in plot
-    assert plot.count('class="line hue-3 again"') == 4
 
 
 def test_a_loader_that_crashed_before_any_check():

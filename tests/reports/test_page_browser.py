@@ -87,19 +87,12 @@ def test_axe_finds_no_accessibility_problem(opened, name, theme):
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_plots_are_within_their_figures_and_have_tables(opened, width):
+def test_losses_and_memory_are_tables(opened, width):
     page = opened(width=width)
-    outside = page.evaluate(
-        """[...document.querySelectorAll('.plot :is(text, path)')].filter((one) => {
-            const own = one.getBoundingClientRect(), figure = one.closest('figure').getBoundingClientRect();
-            return own.left < figure.left - 1 || own.right > figure.right + 8; }).map((one) => one.outerHTML)"""
-    )
-    assert page.locator(".plot").count() == 2
-    assert outside == []
     assert shown(page, ".chart tbody tr")[1].startswith("2 4.64 4.73 0.019 1e-05 ")
     page.locator("#by-rank").select_option("1")
     until(page, "location.hash === '#rank=1'")
-    lines = page.locator(".plot").first.locator("[data-ranks]").all()
+    lines = page.locator(".chart").nth(1).locator("[data-ranks]").all()
     assert [one.is_visible() for one in lines] == [False, True, False, False]
 
 
@@ -407,7 +400,7 @@ def ground(page: playwright.Page) -> str:
 def test_themes(opened):
     page = opened(color_scheme="dark")
     dark = ground(page)
-    stroke = "getComputedStyle(document.querySelector('.plot .line')).stroke"
+    stroke = "getComputedStyle(document.querySelector('.drawing path, .drawing rect')).stroke"
     before = page.evaluate(stroke)
     page.get_by_role("button", name="Switch to the light theme").click()
     light = ground(page)
@@ -435,7 +428,7 @@ def test_readable_without_javascript(opened):
     assert page.locator("#filters").is_hidden()
     assert page.locator("noscript").is_visible()
     assert len(shown(page, ".result")) == 5  # four with findings, and one error
-    assert page.locator(".plot").first.is_visible()
+    assert page.locator(".chart").first.is_visible()
     assert EMBEDDING in shown(page, ".drawing .names")
     page.locator("#matrix .s-error").click()
     assert page.url.endswith("#loader-1-dcp_reshards")

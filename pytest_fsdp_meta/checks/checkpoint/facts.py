@@ -141,6 +141,8 @@ class RankExport:
     exported: Mapping[str, PartFacts] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The frozen parameters that the author's state_dict() changes."""
+    loss: float = math.nan
+    """The loss of this rank's rows of the first batch, without dropout."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,12 @@ class Export:
     """For each rank, the frozen parameters that the author's state_dict() changes."""
     unchanged: tuple[str, ...] = ()
     """The tensors that differ from a declared export_reference, and have the values of the reference instead."""
-    trained: tuple[float, ...] = ()
-    """The loss of the first batch on each rank after the training, without dropout; empty if it was not computed."""
-    trained_loss: float = math.nan
-    """That of a model which has loaded what the ranks exported then."""
+    live: tuple[tuple[float, ...], ...] = ()
+    """The loss of the first batch on each rank, as loaded and after the training; empty if it was not computed."""
+    losses: tuple[float, ...] = ()
+    """Those of a model that has loaded what the ranks exported then."""
+    rounding: float = 0.0
+    """How much the dtypes of the export may change a loss, relatively."""
 
 
 @dataclass(frozen=True)

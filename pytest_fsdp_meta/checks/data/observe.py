@@ -109,6 +109,8 @@ def resume_epoch(folder: str, most: int, number: int, again: str | None = None, 
         state = torch.load(file, weights_only=False)
         with calling("load_state_dict() of Subject(data=...)"):
             loader.load_state_dict(state)
+    if number > 1:
+        _set_epoch(loader, number)  # which begins an epoch, as a trainer does after it has loaded
     # What the author's function returns after resuming may be meant for this epoch only: the rest of a DataLoader.
     begins_again = not _is_function(subject.data) or (subject.save is None and is_stateful(loader))
     rank.state[READ] = loader if begins_again else None
@@ -178,16 +180,16 @@ def _begin_epoch(rank: Rank, subject: Subject, resumed_from: Path | None = None,
         set_all(rank.state[LEFT_BY_LOADER], rank.device)
         if resumed_from is not None and torch.initial_seed() == SEED:
             torch.manual_seed(SEED + 1)
-    if number and not _is_function(data):
-        _set_epoch(data, number)  # set_epoch() may go back to the beginning, so the position is loaded after it
+    if number == 1 and not _is_function(data):
+        _set_epoch(data, 1)  # set_epoch() may go back to the beginning, so the position is loaded after it
     if resumed_from is not None and subject.resume is not None:
         doing("resuming within an epoch")
         optimizer, kept = _optimizer(rank, subject)
         call_author("resume", subject, optimizer, resumed_from, kept)
     loader = () if data is None else _open(data)
     # The author's resume() restores the epoch of a loader of their own, whose set_epoch() may begin it again.
-    if number and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
-        _set_epoch(loader, number)
+    if number == 1 and _is_function(data) and not (subject.resume is not None and hasattr(loader, "set_epoch")):
+        _set_epoch(loader, 1)
     return loader
 
 

@@ -18,8 +18,8 @@ from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
-from pytest_fsdp_meta.reports.page.charts import describe_loss
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
+from pytest_fsdp_meta.reports.page.losses import describe_loss
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 HERE = files("pytest_fsdp_meta.reports.page")
-STYLES = ("templates/page.css", "templates/plots.css", "templates/history.css")
+STYLES = ("templates/page.css", "templates/history.css")
 SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "state", "matrix", "filters", "links", "start"))
 
 

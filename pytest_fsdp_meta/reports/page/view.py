@@ -10,9 +10,9 @@ from itertools import groupby, takewhile
 from string import ascii_lowercase, digits
 from typing import Any
 
-from pytest_fsdp_meta.reports.page.charts import LossTable, Plot, loss_table, plot_memory
 from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
+from pytest_fsdp_meta.reports.page.losses import LossTable, loss_table
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
@@ -156,10 +156,6 @@ class LoaderView:
     @cached_property
     def losses(self) -> LossTable | None:
         return loss_table(self.summary.losses) if self.summary.losses else None
-
-    @cached_property
-    def memory(self) -> Plot | None:
-        return plot_memory(self.summary)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:

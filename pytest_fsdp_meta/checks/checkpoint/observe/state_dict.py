@@ -34,7 +34,7 @@ from pytest_fsdp_meta.ranks.adapters import zero3
 from pytest_fsdp_meta.ranks.adapters.dtensor import fits, local_part, own_part, placed_like, sizes, with_elements
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import boxes_of, facts_of, record_parts, rows_of
-from pytest_fsdp_meta.ranks.batches import batch_slice, calling_field, loss_of, rows_of_step, scalar
+from pytest_fsdp_meta.ranks.batches import batch_slice, calling_field, has_stages, loss_of, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import memory_key, named_tensors, reshard, unwrapped
 from pytest_fsdp_meta.ranks.modes import comparable_modes
@@ -128,6 +128,7 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
         {name: facts_of(part) for name, part in held.items()},
         record_parts(exported, _own_file(rank, folder)) if from_parts else {},
         changed,
+        math.nan if subject.state_dict is None else first_loss(subject, batch_slice(subject, own)),
     )
 
 
@@ -141,9 +142,14 @@ def export_trained(folder: str) -> float:
 
 
 def first_loss(subject: Subject, place: tuple[int, int]) -> float:
-    """Return the loss of a slice of the first batch, without dropout."""
-    with comparable_modes(subject.model), torch.no_grad():
+    """Return the loss of a slice of the first batch, without dropout; NaN if it is not known how to compute it."""
+    unknown = subject.loss is None and subject.train_step is not None
+    if subject.batch is None or unknown or has_stages(current()):
+        return math.nan
+    # A loss that is declared beside train_step may be one for the whole model of the reference.
+    with suppress(CallFailed, SubjectError), comparable_modes(subject.model), torch.no_grad():
         return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))
+    return math.nan
 
 
 def _digests_of_frozen(model: Module) -> dict[str, str]:
@@ -229,18 +235,18 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
     )
 
 
-def loss_of_trained(recipe: Mapping[str, bytes], folder: str, declared: bool) -> float:
-    """Return the loss of the reference, or of the ``declared`` export_reference, with what was exported after training.
-
-    It is NaN where that model does not compute it.
+def losses_of_exported(recipe: Mapping[str, bytes], folder: str, declared: bool) -> tuple[tuple[float, ...], float]:
+    """Return the losses of the reference, or of the ``declared`` export_reference, with both exports; and how much the
+    dtypes of these round them. A loss is NaN where that model does not compute it.
     """
     model = build("export_reference", recipe) if declared else current().state["reference"]
-    exported, own = Record(record_at(folder, TRAINED)), model.state_dict()
-    names = [name for name in exported.names() if name in own and exported.shape(name) == tuple(own[name].shape)]
-    model.load_state_dict({name: exported.read_whole(name) for name in names}, strict=False)
-    with suppress(CallFailed):
-        return first_loss(declared_subject(model, recipe), (0, 1))
-    return math.nan
+    own, losses, dtypes = model.state_dict(), [], set[str]()
+    for exported in (Record(record_at(folder, name)) for name in (NAME, TRAINED)):
+        names = [name for name in exported.names() if name in own and exported.shape(name) == tuple(own[name].shape)]
+        model.load_state_dict({name: exported.read_whole(name) for name in names}, strict=False)
+        dtypes |= set(map(exported.dtype, names))
+        losses.append(first_loss(declared_subject(model, recipe), (0, 1)))
+    return tuple(losses), max((LOSS_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _equal_in(model: Record, gathered: Record, comparisons: Iterable[Comparison]) -> tuple[str, ...]:

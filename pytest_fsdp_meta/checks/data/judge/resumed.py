@@ -78,12 +78,12 @@ def batches_resume(view: View) -> Iterator[Finding]:
         if all(rank.ended for rank in epoch.ranks):
             found = [replace(finding, actual=f"{finding.actual} a second time", **_SECOND) for finding in found]
     if not found:
-        starts = {number: len(_flat(own.resumable[: own.saved_after])) for number, (own, _) in pairs.items()}
+        batch = {number: max(2, len(own.resumable[0])) for number, (own, _) in pairs.items() if own.resumable}
         thirds = {number: (own.next_rows, later.next_rows) for number, (own, later) in pairs.items()}
         ended = {number: (own.next_rows, later.rows_after_end) for number, (own, later) in pairs.items()}
         found = [
-            *_short_epochs(starts, thirds, "in the epoch after the resumed one", _STAYS),
-            *_short_epochs(starts, ended, "in the epoch after one at whose end the run has resumed", _ENDED_WITH_IT),
+            *_short_epochs(batch, thirds, "in the epoch after the resumed one", _STAYS),
+            *_short_epochs(batch, ended, "in the epoch after one at whose end the run has resumed", _ENDED_WITH_IT),
         ]
     yield from found
     if not found:
@@ -91,12 +91,12 @@ def batches_resume(view: View) -> Iterator[Finding]:
 
 
 def _short_epochs(
-    starts: Mapping[int, int], rows: Mapping[int, tuple[int | None, int | None]], where: str, explanation: Explanation
+    batch: Mapping[int, int], rows: Mapping[int, tuple[int | None, int | None]], where: str, explanation: Explanation
 ) -> Iterator[Finding]:
-    """Report ranks that lack as many of the expected rows as the run had seen in an epoch before it was saved."""
-    found = ranks_by((number, (*rows[number], starts[number])) for number in rows)
-    for (expected, actual, before), ranks in found.items():
-        if expected is not None and actual is not None and expected - actual >= before:
+    """Report ranks that lack a batch of the expected rows; sequences that are packed at random may be one less."""
+    found = ranks_by((number, (*rows[number], batch[number])) for number in batch)
+    for (expected, actual, least), ranks in found.items():
+        if expected is not None and actual is not None and expected - actual >= least:
             yield Finding(
                 DATA, ranks, f"{counted(actual, 'row')} {where}", f"{expected}, as without resuming", **explanation
             )
@@ -114,11 +114,12 @@ def _compare_in_other_size(view: View, ranks: Sequence[RankBatches]) -> None:
     firsts, theirs = ([*{rank.data_parallel: rank for rank in run if rank.loader}.values()] for run in (ranks, others))
     whole, before, after = (
         Counter(row for rank in run for row in _flat(rank.resumable[:end]))
-        for run, end in ((firsts, None), (firsts, ranks[0].saved_after), (theirs, None))
+        for run, end in ((firsts, None), (firsts, max(rank.saved_after for rank in ranks)), (theirs, None))
     )
     again = sum(count for row, count in (before + after - whole).items() if row in whole)
     missing = (whole - before - after).total()
-    if max(again, missing) >= max(len(run) * max(map(len, run[0].resumable)) for run in (firsts, theirs)):
+    sizes = [len(run) * max((len(b) for rank in run for b in rank.resumable), default=0) for run in (firsts, theirs)]
+    if max(again, missing) >= max(sizes):
         raise Differs(
             f"with {counted(len(theirs), 'data-parallel rank')} instead of {len(firsts)} after resuming, "
             f"{counted(again, 'row')} of the epoch come again and {missing} are on no rank; let resume() convert the "
@@ -156,7 +157,7 @@ def _compare(run: _Run, runs: Mapping[int, _Run]) -> Mismatch | None:
         return None
     if run.resumed == run.rest[: len(run.resumed)]:
         return Mismatch("ends early after resuming" if run.resumed else "no batches after resuming", NEXT, **_ENDED)
-    if (start := _start_of(run, run.batches)) is not None:
+    if (start := _start_of(run, run.batches)) not in (None, run.position):
         return _describe_start(start, run.position)
     if (start := _start_of(run, run.earlier)) == 0:
         return Mismatch(FIRST_BEGINNING, NEXT, **_FROM_THE_BEGINNING)
