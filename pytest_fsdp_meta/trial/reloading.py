@@ -214,6 +214,8 @@ class AllObservations(ObservationRun):
             return Unavailable(NO_MODEL, kind="undeclared")
         if reason := self._unsavable(gathering=True) or self._ungatherable():
             return reason
+        if (failed := self.unavailable.get("trained", NOT_WANTED)).error:
+            return failed
         if not self.reference_world.alive:
             # Its training, or measuring its noise, has ended its world; or the reference is a checkpoint.
             self.reference_world.start() if declared else self._build_reference("rebuilt")
@@ -412,10 +414,7 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
 
 
 def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tuple[RankBatches, ...] | Unavailable:
-    """Resume in a new load from the checkpoint within the epoch and read the rest; then once more, from within it.
-
-    A third load resumes from the end of the second epoch, if the loader itself goes on from there to the third.
-    """
+    """Resume in a new load from a checkpoint within the epoch and read the rest; then from within it, and its end."""
     if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
         summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
         return Unavailable(summary, kind="undeclared")

@@ -97,9 +97,8 @@ def _short_epochs(
     found = ranks_by((number, (*rows[number], batch[number])) for number in batch)
     for (expected, actual, least), ranks in found.items():
         if expected is not None and actual is not None and expected - actual >= least:
-            yield Finding(
-                DATA, ranks, f"{counted(actual, 'row')} {where}", f"{expected}, as without resuming", **explanation
-            )
+            whole = f"{expected}, as without resuming"
+            yield Finding(DATA, ranks, f"{counted(actual, 'row')} {where}", whole, **explanation)
 
 
 def _compare_in_other_size(view: View, ranks: Sequence[RankBatches]) -> None:
@@ -109,9 +108,9 @@ def _compare_in_other_size(view: View, ranks: Sequence[RankBatches]) -> None:
         if (reason := view.evidence.unavailable.get("batches_resharded")) and reason.error:
             raise NotTaken("batches_resharded")
         return
-    if not all(rank.ended for rank in (*ranks, *others)):
-        return
     firsts, theirs = ([*{rank.data_parallel: rank for rank in run if rank.loader}.values()] for run in (ranks, others))
+    if len(firsts) == len(theirs) or not all(rank.ended for rank in (*ranks, *others)):
+        return
     whole, before, after = (
         Counter(row for rank in run for row in _flat(rank.resumable[:end]))
         for run, end in ((firsts, None), (firsts, max(rank.saved_after for rank in ranks)), (theirs, None))
