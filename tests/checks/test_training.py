@@ -209,11 +209,6 @@ def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
         (healthy(2, losses=(0.0, 1.0)), (2.0, 2.0), FORWARD),
         (healthy(2), (-4.0, -3.0, -2.5), FORWARD),
         (healthy(1), (2.0, 2.9, 2.5), LATER),
-        (
-            healthy(1),
-            (2.0, 0.75, 2.5),
-            "the losses before it are right, and that of step 1 is 1/2 of the reference's: ",
-        ),
     ],
 )
 def test_a_whole_multiple_of_the_loss(evidence, curve, cause):

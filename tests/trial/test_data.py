@@ -404,7 +404,8 @@ def saved_and_reset(fsdp: Rank) -> dict[str, Any]:
 
 
 def test_set_epoch_does_not_undo_what_resume_restores():
-    assert judged(saved_and_reset, RESUME)[RESUME].status == "passed"
+    found = judged(saved_and_reset, RESUME)[RESUME]
+    assert (found.findings, found.why) == ((), "differs")  # the position counts the batches of each rank
 
 
 def endless(fsdp: Rank) -> Iterator[Tensor]:
