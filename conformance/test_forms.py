@@ -22,7 +22,7 @@ FOLLOW, RESUME = "batches_follow_the_mesh", "batches_resume"
 PASSED = {
     "data_of_a_loader_with_a_state": [RESUME],
     "data_of_a_sampler_that_fills_up": [FOLLOW],
-    "data_saved_by_the_author": [RESUME],
+    "data_saved_for_any_number_of_ranks": [RESUME],
     "data_along_tp": [FOLLOW, RESUME],
     "data_scattered_by_rank_0": [FOLLOW],
     "data_that_never_ends": [RESUME],
