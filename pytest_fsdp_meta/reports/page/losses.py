@@ -11,7 +11,7 @@ from pytest_fsdp_meta.reports.schema import Curves
 
 @dataclass(frozen=True)
 class LossRow:
-    """One training step; None where there is no reference."""
+    """One training step; without a reference, what is compared with it is None."""
 
     mean: float
     reference: float | None
