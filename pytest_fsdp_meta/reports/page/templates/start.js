@@ -55,7 +55,7 @@ addEventListener("beforeprint", () => {
   inflated.forEach((html, section) => insert(section, html));
   inflated.clear();
   const failing = ".loader[data-failing]:not([hidden])";
-  const wanted = all(`${failing} > .whole, ${failing} .panel:not(.checks, .time), ${failing} .numbers, ${failing} .full, #broke > details, #changes > details`);
+  const wanted = all(`${failing} > .whole, ${failing} .panel:not(.checks, .time), ${failing} .full, #broke > details, #changes > details`);
   before.opened = wanted.filter((details) => !details.open);
   before.opened.forEach((details) => { details.open = true; });
   root.classList.add("paper");
