@@ -6,8 +6,7 @@ Each world ends with its last observation: the ranks never hold two loads of one
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +34,7 @@ from pytest_fsdp_meta.trial.checkpoints import (
     restored_if_deleted,
     save_over,
 )
+from pytest_fsdp_meta.trial.epochs import read_epoch, resume_epoch, resume_last_epoch
 from pytest_fsdp_meta.trial.giving import describe_size, other_size
 from pytest_fsdp_meta.trial.observations import ObservationRun
 from pytest_fsdp_meta.trial.obstacles import (
@@ -52,7 +52,6 @@ from pytest_fsdp_meta.trial.obstacles import (
     refuses_checkpoint,
 )
 from pytest_fsdp_meta.trial.on_ranks import (
-    author_data,
     author_step,
     checkpoint,
     reference,
@@ -76,9 +75,6 @@ NO_MODEL = "a checkpoint directory is not a model to load into; declare Subject(
 MODEL_ALONE = {"saved": "continued", "kept": "continued", "restored": "resumed", "resharded": "resumed"}
 """Where the second of these fails, the author's functions are called for the model alone. Many expect an optimizer, and
 raise other errors without one: the earlier failure is reported instead."""
-MORE = "an epoch has more batches than are read"
-TOO_MANY = 3
-"""Batches that are read beyond those that follow a checkpoint."""
 
 
 @dataclass
@@ -91,7 +87,7 @@ class AllObservations(ObservationRun):
     """What each rank has recorded of what it saved with its optimizer."""
     _stateless: tuple[str, ...] = ()
     """The trainable parameters without a gradient: the optimizer has no state for them to save."""
-    _trained: tuple[float, ...] = ()
+    _trained: tuple[float | str, ...] = ()
     """The loss on each rank after the training, whose export was recorded."""
     _save_failure: WorldError | None = None
     """How saving hung or ended a rank; another attempt would cost the same time."""
@@ -128,7 +124,7 @@ class AllObservations(ObservationRun):
     def _observe_state_dict(self) -> tuple[RankStateDict, ...]:
         return tuple(self.loads.run_first(state_dict.observe_state_dict))
 
-    def _export_trained(self) -> tuple[float, ...]:
+    def _export_trained(self) -> tuple[float | str, ...]:
         """Export what was trained, where the author does."""
         if "state_dict" in self.subject.declared and self.seen.training and not self._checkpoints:
             self._trained = tuple(self.loads.run_first(state_dict.export_trained, str(self.folder)))
@@ -223,11 +219,16 @@ class AllObservations(ObservationRun):
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
         path, plain = self._path_of("export_reference", reference.record_export_reference), self._reference_path
         found = run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
-        live = tuple(own.loss for own in exports), self._trained
-        if from_parts or not self._trained or not all(map(math.isfinite, sum(live, ()))):
+        if not self._trained:
             return found
+        loaded = tuple(own.loss for own in exports)
         computed = run_on(self.reference_world, state_dict.losses_of_exported, self._recipe, folder, declared)
-        return replace(found, live=live, losses=computed[0][0], rounding=computed[0][1])
+        losses, rounding = computed[0]
+        unknown = [loss for loss in (*loaded, *self._trained, *losses) if isinstance(loss, str)]
+        if from_parts or unknown:
+            return replace(found, no_losses="it is put together from parts" if from_parts else unknown[0])
+        live, known = (tuple(map(float, loaded)), tuple(map(float, self._trained))), tuple(map(float, losses))
+        return replace(found, live=live, losses=known, rounding=rounding)
 
     def _save_second_load(self) -> tuple[RankSaved, ...] | Unavailable:
         if self._recorded.model:  # the checkpoint with the optimizer has the model as well
@@ -274,9 +275,8 @@ class AllObservations(ObservationRun):
         self.loads.close_second()
         try:
             world = self.loads.of_size(spec, f"the load in {describe_size(spec)}")
-            number = _last(self.seen.batches)
             times = max(1, self.loads.first.spec.size // spec.size)
-            return _read_on(world, self.seen.batches, _within(self._path("batches"), number), number, times=times)
+            return resume_last_epoch(world, self.seen.batches, self._path("batches"), times)
         except WorldError as error:
             summary = f"resuming within an epoch fails in {describe_size(spec)}: {error.summary}"
             return Unavailable(summary, error=not refuses_checkpoint(error), detail=str(error), kind="refused")
@@ -378,103 +378,6 @@ class AllObservations(ObservationRun):
 
     def _path(self, name: str) -> str:
         return str(self.folder / "checkpoints" / name)
-
-
-def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
-    """Read two epochs on all ranks, and one in a world of one rank where that shows the rows of all ranks.
-
-    A checkpoint is saved after the first batches of each, and at the end of the second, if ``folder`` is given.
-    """
-    packed = run_on(world, author_data.pack_data)[0]  # before an epoch leaves iterators behind
-    first = run_on(world, author_data.read_epoch, folder)
-    ranks = tuple(rank for rank, _ in first)
-    if all(again for _, again in first):
-        later = run_on(world, author_data.read_later_epoch, folder and _within(folder, 1))
-        if any(own.refused for own in later):
-            ranks = tuple(replace(rank, refused=own.refused) for own, rank in zip(later, ranks, strict=True))
-        else:
-            ranks = tuple(replace(own, batches=rank.batches) for own, rank in zip(later, ranks, strict=True))
-            if folder and all(rank.ended for rank in ranks):
-                with _restored(folder, 1):
-                    run_on(world, author_data.save_at_end, _within(folder, 2))
-            ranks = _with_next_rows(world, ranks)
-    size = ranks[0].data_parallel[1]
-    if size == 1:
-        return Epoch(ranks)
-    assert packed is not None
-    endless = "" if all(rank.ended for rank in ranks) else MORE
-    if problem := packed.problem or endless:
-        return Epoch(ranks, problem=problem)
-    try:
-        with alone:
-            found = run_on(alone, author_data.read_alone, packed, size)[0]
-    except WorldError as error:
-        return Epoch(ranks, problem=error.summary)
-    return Epoch(ranks, problem=found) if isinstance(found, str) else Epoch(ranks, found)
-
-
-def resume_epoch(epoch: Epoch, new_load: Callable[[], World], folder: str) -> tuple[RankBatches, ...] | Unavailable:
-    """Resume in a new load from a checkpoint within the epoch and read the rest; then from within it, and its end."""
-    if not all(rank.saved_after for rank in epoch.ranks if rank.loader):
-        summary = f"the loader of batches has no state_dict and load_state_dict, which keep its position; {DECLARE}"
-        return Unavailable(summary, kind="undeclared")
-    rest = min(len(rank.resumable) - rank.saved_after for rank in epoch.ranks if rank.loader)
-    after = _second_save(epoch.ranks, rest)
-    again = f"{folder}-again" if rest > after + 1 else None
-    world = new_load()
-    with _restored(folder, 2):
-        found = _read_on(world, epoch, _within(folder, _last(epoch)), _last(epoch), again, after)
-    if _last(epoch):
-        found = _with_next_rows(world, found)
-    if again is not None:
-        second = _read_on(new_load(), epoch, again, _last(epoch))
-        found = tuple(replace(own, resumed_again=more.batches) for own, more in zip(found, second, strict=True))
-    # Where a function returns the rest of an epoch, whoever calls it decides what follows an empty one.
-    if all(rank.next_rows is not None for rank in found if rank.loader):
-        ended = [sum(map(len, rank.batches)) for rank in _read_on(new_load(), epoch, _within(folder, 2), 2)]
-        found = tuple(replace(own, rows_after_end=rows) for own, rows in zip(found, ended, strict=True))
-    return found
-
-
-def _read_on(
-    world: World, epoch: Epoch, folder: str, number: int, again: str | None = None, after: int = 0, times: int = 1
-) -> tuple[RankBatches, ...]:
-    """Resume from the folder, and read ``times`` the epoch and a little more, to see where a rank goes on."""
-    most = times * max(len(rank.resumable) for rank in epoch.ranks) + TOO_MANY
-    return tuple(run_on(world, author_data.resume_epoch, folder, most, number, again, after))
-
-
-def _second_save(ranks: Sequence[RankBatches], rest: int) -> int:
-    """Return after how many batches a resumed run saves; ``rest`` is how many there are.
-
-    In a stream that begins again by itself, it is in the second pass of each rank, at another position than before.
-    """
-    passes = [rank.first_pass - rank.saved_after for rank in ranks if not rank.ended]
-    after = max(passes, default=-1) + 3
-    return after if after + 1 < rest else 2
-
-
-def _with_next_rows(world: World, ranks: tuple[RankBatches, ...]) -> tuple[RankBatches, ...]:
-    """Begin the third epoch on all ranks, unless the second goes on on one: a loader may communicate as it begins."""
-    if not all(rank.ended for rank in ranks):
-        return ranks
-    rows = run_on(world, author_data.count_third_epoch)
-    return tuple(replace(rank, next_rows=own) for rank, own in zip(ranks, rows, strict=True))
-
-
-def _restored(folder: str, number: int) -> AbstractContextManager[None]:
-    """Put back the checkpoint of an epoch; it is kept elsewhere, as an author may delete all that lie beside theirs."""
-    return restored_if_deleted(Path(_within(folder, number)), Path(folder).parents[1] / f"batches-{number}")
-
-
-def _last(epoch: Epoch) -> int:
-    """Return the number of the epoch within which resuming is judged: 1 if there is a second."""
-    return int(any(rank.later is not None for rank in epoch.ranks))
-
-
-def _within(folder: str, number: int) -> str:
-    """Return where the checkpoint is from which an epoch goes on."""
-    return f"{folder}-{number}" if number else folder
 
 
 def _models(ranks: tuple[RankResumed, ...]) -> tuple[RankSaved, ...]:

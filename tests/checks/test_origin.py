@@ -435,11 +435,3 @@ def test_ranks_whose_calls_differ_are_not_followed():
     first, second = both({})
     assert follow_step([first, replace(second, backward=second.backward[1:])])[1] == []
     assert follow_step([first, replace(second, forward=second.forward[1:])])[0] == []
-
-
-def test_traces_are_stored():
-    evidence = traced(healthy(), both(since(("output", "block.mlp"), float("inf"))))
-    assert from_plain(Evidence, to_plain(evidence)).traces == evidence.traces
-    plain = to_plain(evidence)
-    del plain["traces"]
-    assert from_plain(Evidence, plain).traces is None

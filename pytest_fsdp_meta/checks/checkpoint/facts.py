@@ -5,7 +5,6 @@ A digest is a short string that is the same for the same bytes, on every device,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -141,8 +140,8 @@ class RankExport:
     exported: Mapping[str, PartFacts] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The frozen parameters that the author's state_dict() changes."""
-    loss: float = math.nan
-    """The loss of this rank's rows of the first batch, without dropout."""
+    loss: float | str = ""
+    """The loss of this rank's rows of the first batch, without dropout, or why it was not computed."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +199,8 @@ class Export:
     """Those of a model that has loaded what the ranks exported then."""
     rounding: float = 0.0
     """How much the dtypes of the export may change a loss, relatively."""
+    no_losses: str = ""
+    """Why there are no losses of an export after training, although a check compares it."""
 
 
 @dataclass(frozen=True)

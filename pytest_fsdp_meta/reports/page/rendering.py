@@ -19,7 +19,6 @@ from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, ma
 from pytest_fsdp_meta.reports.history import describe_history
 from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
-from pytest_fsdp_meta.reports.page.losses import describe_loss
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
 from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
@@ -48,7 +47,8 @@ def write_page(report: Report, path: Path, comparison: Comparison | None = None,
 
 def render(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the page as text."""
-    styles, scripts = _joined(STYLES), _in_function(_joined(SCRIPTS))
+    # The page's own scripts are one strict function, so that their names are no properties of the window.
+    styles, scripts = _joined(STYLES), f'(() => {{\n"use strict";{_joined(SCRIPTS)}}})();\n'
     early = _joined(("templates/early.js",))
     page = build_view(report)
     return (
@@ -66,7 +66,8 @@ def render(report: Report, comparison: Comparison | None = None, problem: str = 
                 "kinds": [(mark_of(kind), kind, *texts) for kind, *texts in describe_comparison(comparison)],
             },
             history_lists=list(describe_history(report)),
-            data=_embedded(page.data),
+            # JSON in a script element, which only "<" could end.
+            data=json.dumps(page.data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
             styles=styles,
             early=early,
             scripts=scripts,
@@ -101,7 +102,7 @@ def _environment() -> Environment:
         "counted": counted,
         "duration": describe_duration,
         "moment": describe_time,
-        "number": describe_loss,
+        "number": "{:.6g}".format,
         "name_ranks": name_ranks,
         "first_of": first_of,
         "folded": lambda names: list(fold_names(names)),
@@ -143,11 +144,6 @@ def _joined(names: tuple[str, ...]) -> str:
     return "\n" + "\n".join(_read(name).strip() for name in names) + "\n"
 
 
-def _in_function(text: str) -> str:
-    """Return the page's own scripts as one strict function, so that their names are no properties of the window."""
-    return f'(() => {{\n"use strict";{text}}})();\n'
-
-
 def pack(text: str) -> str:
     """Return HTML as the page's script unpacks it: sections of many loaders are alike and become a twentieth."""
     return base64.b64encode(zlib.compress(text.encode(errors="backslashreplace"), 9)).decode()
@@ -155,11 +151,6 @@ def pack(text: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _embedded(data: Any) -> str:
-    """Return JSON for a script element, which only ``<`` could end: it is escaped."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def describe_duration(seconds: float) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, takewhile
+from math import isfinite
 from string import ascii_lowercase, digits
 from typing import Any
 
 from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
-from pytest_fsdp_meta.reports.page.losses import LossTable, loss_table
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
@@ -22,6 +22,7 @@ from pytest_fsdp_meta.reports.schema import (
     STATUSES,
     UNACCOUNTED,
     CatalogueRecord,
+    Curves,
     LoaderRecord,
     Report,
     Summary,
@@ -65,6 +66,34 @@ BIG_LOADERS, BIG_DRAWINGS = 12, 500
 sections are closed and packed as well."""
 MOST_CLEAN = 5
 """Rows of loaders without failures in the matrix that are not folded into one."""
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """One training step; without a reference, what is compared with it is None."""
+
+    mean: float
+    reference: float | None
+    difference: float | None
+    """Relative to the largest loss of the reference, as ``loss_parity`` judges it; infinite for a NaN."""
+    allowed: float | None
+    slices: tuple[float | None, ...]
+
+    @property
+    def is_off(self) -> bool:
+        return self.difference is not None and self.allowed is not None and self.difference > self.allowed
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """The losses of all steps."""
+
+    rows: tuple[LossRow, ...]
+    slices: int
+
+    @property
+    def has_reference(self) -> bool:
+        return any(row.reference is not None for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -382,3 +411,23 @@ def _data(loader: LoaderView, columns: Sequence[str], kinds: Sequence[str]) -> d
         "names": loader.numbered(loader.tensors),
         "size": loader.record.world.size,
     }
+
+
+def loss_table(losses: Curves) -> LossTable:
+    """Return the losses, with their difference from the reference's if there is one."""
+    largest = max([1e-12, *(abs(value) for value in losses.reference if isfinite(value))])
+    rows = tuple(_row(losses, step, largest) for step in range(len(losses.mean)))
+    return LossTable(rows, len(losses.ranks))
+
+
+def _row(losses: Curves, step: int, largest: float) -> LossRow:
+    mean, reference = losses.mean[step], _at(losses.reference, step)
+    difference = None
+    if reference is not None:
+        difference = abs(mean - reference) / largest if isfinite(mean) and isfinite(reference) else float("inf")
+    allowed = _at(losses.tolerance, step)
+    return LossRow(mean, reference, difference, allowed, tuple(_at(one, step) for one in losses.ranks))
+
+
+def _at(values: Sequence[float], step: int) -> float | None:
+    return values[step] if step < len(values) else None

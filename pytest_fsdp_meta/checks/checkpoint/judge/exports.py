@@ -113,13 +113,15 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     for found in export.assembled:
         if view.judgeable(found.name):
             yield from _judge_parts(view, found, found.name in equal)
-    yield from _judge_trained(view, export)
     if wrong:
         raise PartlyJudged(f"values of the export are not compared: {first_of(wrong)} is not the reference's")
+    yield from _judge_trained(view, export)
 
 
 def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
     """Judge the export of the trained model by its loss, if that is the model's own as long as nothing is trained."""
+    if export.no_losses:
+        raise PartlyJudged(f"the export is not compared after training: {export.no_losses}")
     runs, reference = view.evidence.training, view.reference.losses
     if not (export.live and runs and reference):
         return
@@ -127,10 +129,13 @@ def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
     for ranks, loss in zip(export.live, export.losses, strict=True):
         trained = [replace(run, losses=(own,)) for run, own in zip(runs, ranks, strict=True)]
         [live] = global_losses(replace(view.evidence, training=tuple(trained)))
+        if not math.isfinite(live):
+            return  # loss_parity reports it
         differs = relative_distance((loss,), (live, *reference), 0) > allowed
-        if ranks is export.live[0] and differs:
-            return  # another model on purpose, such as one without the rows that pad a vocabulary
-    if differs and math.isfinite(loss):
+        if ranks is export.live[0] and differs:  # on purpose, perhaps: without the rows that pad a vocabulary
+            reason = f"as loaded, its loss is {loss:.6g}, and that of the model {live:.6g}"
+            raise PartlyJudged(f"the export is not compared after training: {reason}")
+    if differs:
         actual = f"loss {loss:.6g} of a model that loads what is exported after training"
         yield Finding(None, (0,), actual, f"{live:.6g}, that of the trained model", **_UNTRAINED)
 

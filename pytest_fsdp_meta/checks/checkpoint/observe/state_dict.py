@@ -7,9 +7,7 @@ world of the reference. All values come from state dicts, so what a hook does to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, Fingerprint, RankExport, RankStateDict
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
+from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.reference import build, declared_subject
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.checks.values.observe import comparable, compare, differing, read_part
@@ -128,11 +127,11 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
         {name: facts_of(part) for name, part in held.items()},
         record_parts(exported, _own_file(rank, folder)) if from_parts else {},
         changed,
-        math.nan if subject.state_dict is None else first_loss(subject, batch_slice(subject, own)),
+        "" if subject.state_dict is None else first_loss(subject, batch_slice(subject, own)),
     )
 
 
-def export_trained(folder: str) -> float:
+def export_trained(folder: str) -> float | str:
     """Record what rank 0 exports after the training, and return the loss of this rank's rows of the first batch."""
     subject, rank = resharded_subject(), current()
     gathered = list(_gathered(author_state_dict(subject), ()))
@@ -141,21 +140,22 @@ def export_trained(folder: str) -> float:
     return first_loss(subject, batch_slice(subject, rank))
 
 
-def first_loss(subject: Subject, place: tuple[int, int]) -> float:
-    """Return the loss of a slice of the first batch, without dropout; NaN if it is not known how to compute it."""
-    unknown = subject.loss is None and subject.train_step is not None
-    if subject.batch is None or unknown or has_stages(current()):
-        return math.nan
-    # A loss that is declared beside train_step may be one for the whole model of the reference.
-    with suppress(CallFailed, SubjectError), comparable_modes(subject.model), torch.no_grad():
-        return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))
-    return math.nan
+def first_loss(subject: Subject, place: tuple[int, int]) -> float | str:
+    """Return the loss of a slice of the first batch, without dropout, or why it is not computed."""
+    if subject.batch is None or has_stages(current()):
+        return "the model is split into stages"
+    try:
+        with comparable_modes(subject.model), torch.no_grad():
+            return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))
+    except (CallFailed, SubjectError) as error:  # of a train_step, the loss may be that of the whole model alone
+        return describe_cause(error)
 
 
 def _digests_of_frozen(model: Module) -> dict[str, str]:
     reshard(model)
     parts = parts_of(model)
-    frozen = ((name, parts.of(name, p).local) for name, p in model.named_parameters() if not p.requires_grad)
+    parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    frozen = ((name, parts.of(name, tensor).local) for name, tensor in parameters if not tensor.requires_grad)
     return {name: digest(local_part(local)) for name, local in frozen if is_array(local)}
 
 
@@ -235,9 +235,11 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
     )
 
 
-def losses_of_exported(recipe: Mapping[str, bytes], folder: str, declared: bool) -> tuple[tuple[float, ...], float]:
+def losses_of_exported(
+    recipe: Mapping[str, bytes], folder: str, declared: bool
+) -> tuple[tuple[float | str, ...], float]:
     """Return the losses of the reference, or of the ``declared`` export_reference, with both exports; and how much the
-    dtypes of these round them. A loss is NaN where that model does not compute it.
+    dtypes of these round them. Instead of a loss, why that model does not compute it.
     """
     model = build("export_reference", recipe) if declared else current().state["reference"]
     own, losses, dtypes = model.state_dict(), [], set[str]()

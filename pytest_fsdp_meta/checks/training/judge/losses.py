@@ -272,7 +272,7 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
     number, meaning = number_of(view, runs, factor)
     if not factor or (not meaning and int(number) * allowed > CHANCE):
         return {}
-    scaled = f"the loss is {_times(factor)} the reference's in every step"
+    scaled = f"the loss is {factor} {'of' if divides(factor) else 'times'} the reference's in every step"
     in_ranks = f" ({number} is {meaning})" if meaning else ""
     of_ranks, of_one = _SCALED_LOSS[divides(factor)]
     shares = "" if summed or not meaning or not divides(factor) else _SHARES
@@ -293,10 +293,6 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
         "remedy": f"{remedy}{shares}",
         "cause_alone": f"{scaled}: {of_one}",
     }
-
-
-def _times(factor: str) -> str:
-    return f"{factor} of" if divides(factor) else f"{factor} times"
 
 
 def _explain_sum(view: View, runs: Sequence[RankTraining], factor: float, allowed: float) -> Explanation:

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,7 +77,8 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if own is None and isinstance(model, FullyShardedDataParallel):
-        own = partial(_clip_fsdp1, model)
+        # torch's function would take this rank's parts of flat parameters for all.
+        return norm_by_clipping(model, lambda _, bound: model.clip_grad_norm_(bound)), ""
     if own is not None:
         return norm_by_clipping(model, own), ""
     by = next((part.by for _, part in gradients_of(model) if part.by and part.placements is None), "")
@@ -90,11 +90,6 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
             return _as_number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
     except Exception as error:  # torch raises many types for meshes or kinds of tensors that it cannot mix
         return None, f"{type(error).__name__}: {first_line(error)}"
-
-
-def _clip_fsdp1(model: FullyShardedDataParallel, _: Iterable[Parameter], bound: float) -> Tensor:
-    """Clip with FSDP1's own method: torch's function would take this rank's parts of flat parameters for all."""
-    return model.clip_grad_norm_(bound)
 
 
 def clipped_gradients(model: Module, clip: ClipGradNorm, bound: float, scale: float = 1.0) -> list[tuple[str, Part]]:

@@ -116,7 +116,7 @@ def observe_training(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
         autocast=run.autocast,
-        left=seen.left_in_eval(),
+        left=next(filter(None, map(seen.modes[0].left, seen.modes[1:])), ()),
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
@@ -183,7 +183,7 @@ class _RankSteps(StepObserver):
         self.weights = WeightWatch(subject.model)
         self.draws = DrawsWithoutDropout(subject.model, rank.device)
         self.buffers = BufferWatch(subject.model)
-        self._modes: list[ModeWatch] = []
+        self.modes: list[ModeWatch] = []
         """Of the author's steps."""
         self._steps = steps
         self._rank = rank
@@ -206,8 +206,8 @@ class _RankSteps(StepObserver):
 
     @contextmanager
     def during_forwards(self, step: int) -> Iterator[None]:
-        self._modes.append(ModeWatch(self._model))
-        with self._modes[-1].watching(), self.weights.next_step(), self.buffers.during(step):
+        self.modes.append(ModeWatch(self._model))
+        with self.modes[-1].watching(), self.weights.next_step(), self.buffers.during(step):
             yield
 
     def after_backward(self, step: int) -> None:
@@ -229,9 +229,6 @@ class _RankSteps(StepObserver):
             if snapshot.name in self.records:
                 compare = snapshot.kind.compare
                 self.compared[snapshot.name] = compare(self._model, self.before, self.records, snapshot.name)
-
-    def left_in_eval(self) -> tuple[str, ...]:
-        return next(filter(None, (self._modes[0].left(later) for later in self._modes[1:])), ())
 
     def trained_buffers(self) -> TrainedBuffers:
         return TrainedBuffers(
