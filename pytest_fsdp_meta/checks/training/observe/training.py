@@ -116,7 +116,7 @@ def observe_training(
         losses=tuple(run.losses),
         loss_dtype=run.loss_dtype,
         autocast=run.autocast,
-        left=next(filter(None, map(seen.modes[0].left, seen.modes[1:])), ()),
+        left=next(filter(None, (seen.modes[0].left(later) for later in seen.modes[1:])), ()),
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
