@@ -255,7 +255,7 @@ def describe_reasons(loaders: Sequence[LoaderRecord], status: str) -> Iterator[s
         (check.reason, (loader.loader, check.check))
         for loader in loaders
         for check in loader.checks
-        if check.status == status
+        if check.status == status and check.reason
     )
     for reason, pairs in by_reason.items():
         found = {name: dict.fromkeys(checks) for name, checks in grouped(pairs).items()}

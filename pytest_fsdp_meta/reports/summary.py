@@ -61,7 +61,10 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     resent = [sent for rank in evidence.collectives or () for one in rank.loading for sent in one.resent]
     names, size = list(dict(resent)), sum(nbytes for _, nbytes in resent)
     again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}
-    return again | _hidden(evidence)
+    steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
+    alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
+    one_rate = {"one rate": (f"{steps[0][0]:.4g} in all {len(steps)} steps",)} if alike else {}
+    return again | one_rate | _hidden(evidence)
 
 
 def _hidden(evidence: Evidence) -> dict[str, tuple[str, ...]]:

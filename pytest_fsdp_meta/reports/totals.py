@@ -63,6 +63,7 @@ NOTES = {
     "random, in the reference and in its checkpoint",
     "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
     "distribute_tensor() or parallelize_module()",
+    "one rate": "the schedule was compared at one rate, {}; pass more steps=, or let it change within them",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }
@@ -105,6 +106,8 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_show
         yield from _describe_causes(loaders, is_shown)
         for status in UNSETTLED:
             yield from ((f"{status}: {line}", YELLOW) for line in shorten_list(describe_reasons(loaders, status)))
+        if verbosity > 0:
+            yield from ((f"passed: {line}", {}) for line in describe_reasons(loaders, "passed"))
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):

@@ -244,7 +244,11 @@ def test_a_parameter_in_another_group_than_in_the_reference():
     (found,) = verdict(OWNS, with_settings(healthy(), ours, theirs)).findings
     assert (found.tensor, found.expected) == (MIDDLE, "with weight_decay=0")
     assert found.actual.endswith(" with weight_decay=0.1")
-    assert verdict(OWNS, with_settings(healthy(), theirs, {**theirs, "rank": "1"})).status == "passed"
+    alike = with_settings(healthy(), theirs, {**theirs, "rank": "1"})
+    assert verdict(OWNS, alike).reason == "SGD: 1 parameter with weight_decay=0"
+    several = replace(alike.training[0].optimizer, settings={MIDDLE: ours, HEAD: theirs, EMBEDDING: theirs})
+    reason = verdict(OWNS, undeclared(on_runs(alike, None, optimizer=several), "reference", why=ALONE)).reason
+    assert reason == "SGD: 1 parameter with weight_decay=0.1; 2 parameters with weight_decay=0"
     wrong = remeasured(healthy(), MIDDLE, apart=4.0, observed="parameters")
     (alike,) = verdict(UPDATES, with_settings(wrong, ours, ours)).findings
     assert alike.cause.startswith("the settings of the parameter's group are the reference's: the optimizer computes")

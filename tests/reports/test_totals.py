@@ -316,6 +316,26 @@ def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
     assert notes_on(replace(evidence, collectives=(RankCollectives(()),))) == {}
 
 
+@pytest.mark.parametrize(("rates", "said"), [((0.1, 0.1), "0.1 in all 2 steps of t.py::test_x"), ((0.1, 0.2), "")])
+def test_a_schedule_that_keeps_one_rate_was_not_compared(rates: tuple[float, ...], said: str) -> None:
+    evidence = declare(healthy(), declared=frozenset({"scheduler"}))
+    runs = tuple(replace(run, rates=tuple((rate,) for rate in rates)) for run in evidence.training or ())
+    loader = replace(loader_with("passed"), notes=notes_on(replace(evidence, training=runs)))
+    lines = [line for line, _ in describe_totals([loader]) if "one rate" in line]
+    assert lines == [
+        f"the schedule was compared at one rate, {said}; pass more steps=, or let it change within them"
+    ] * bool(said)
+
+
+def test_what_a_check_that_passed_has_to_say_is_shown_at_v() -> None:
+    loader = loader_with("passed")
+    noted = replace(loader, checks=(replace(loader.checks[0], reason="AdamW: 2 parameters"), *loader.checks[1:]))
+    lines = [[line for line, _ in describe_totals([noted], verbosity)] for verbosity in (0, 1)]
+    assert [line for line in lines[1] if line not in lines[0]] == [
+        f"passed: {loader.checks[0].check} in t.py::test_x: AdamW: 2 parameters"
+    ]
+
+
 def undeclared_in(name: str, *fields: str) -> LoaderRecord:
     """Return a loader whose checks lack these fields, one each, but the last, which passed."""
     loader = loader_with(*(["not declared"] * len(fields)), "passed", name=name)

@@ -61,7 +61,8 @@ def beside_parity(view: View) -> Iterable[Finding]:
     if not moved:
         low = "".join(f"; {owner} is kept in {dtype}" for owner, dtype in _followed(runs))
         raise NotJudged(
-            f"nothing that is kept beside the model moves in these steps, neither here nor in the reference{low}"
+            "nothing that is kept beside the model moves in these steps, neither here nor in the reference (pass more "
+            f"steps= if it begins later){low}"
         )
     if untrained:
         raise Differs(f"{first_of(untrained)} moves, but does not in the reference, {_HOW_IT_IS_UPDATED}")

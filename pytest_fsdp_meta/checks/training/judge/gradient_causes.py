@@ -100,7 +100,8 @@ def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
 def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
-    if _tied_only_here(view, name):
+    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
+    if not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name})):  # tied here alone
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
@@ -111,12 +112,6 @@ def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     else:
         explanation = _DIFFERENT
     return add_precision(view, explanation)
-
-
-def _tied_only_here(view: View, name: str) -> bool:
-    """Return whether the model ties the parameter to one that the reference does not tie it to."""
-    own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
-    return not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name}))
 
 
 def explain_clipping(view: View, factor: str) -> Explanation:

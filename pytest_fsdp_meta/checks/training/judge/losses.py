@@ -60,7 +60,11 @@ def loss_parity(view: View) -> Iterable[Finding]:
     limits = loss_limits(view)
     wrong_steps = [step for step in range(len(expected)) if limits.exceeded(actual, expected, step)]
     # If all ranks have the same wrong loss at one step, a disagreement at a later step follows from that error.
-    last = min(wrong_steps, default=-1 if _may_differ(view) else len(expected))
+    subject = view.evidence.subject
+    # Ranks with the same rows may have different losses where the author assigned the rows: the mesh that splits the
+    # sequence may be one that no parameter lies on.
+    may_differ = "data_parallel" in subject.declared and subject.loss_over_ranks != "same"
+    last = min(wrong_steps, default=-1 if may_differ else len(expected))
     disagreements = [found for found in _disagreements(view, runs, limits) if found[2] <= last] if last >= 0 else []
     if not wrong_steps and not disagreements:
         require_gradients(view)
@@ -117,15 +121,6 @@ def _disagreements(view: View, runs: Sequence[RankTraining], limits: LossLimits)
         different = [step for step in finite if limits.exceeded(run.losses, same.losses, step)]
         found += [(rank, other, step) for step in different[:1]]
     return found
-
-
-def _may_differ(view: View) -> bool:
-    """Return whether ranks that see the same rows may have different losses, because the author assigned the rows.
-
-    The mesh that splits the sequence may be one that no parameter lies on.
-    """
-    subject = view.evidence.subject
-    return "data_parallel" in subject.declared and subject.loss_over_ranks != "same"
 
 
 def _report_disagreement(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import OptimizerFacts, RankInventory, RankTraining, TensorFacts
@@ -16,7 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
     require_same_forward,
 )
 from pytest_fsdp_meta.judging.registry import training_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import NotDeclared, Noted, NotJudged, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import counted, first_of, grouped
 
 
@@ -56,6 +57,13 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
         yield Finding(None, stale_on, actual, "", **_REPLACED)
     yield from _wrongly_held(view, optimizers)
     yield from _otherwise_set(view, optimizers)
+    # Of an optimizer that is passed as an object, the reference copies the groups with their mistakes.
+    known = list(optimizers[0][1].settings.values())
+    told = [key for key in SETTINGS if len({own.get(key) for own in known}) > 1] or ["weight_decay"]
+    groups = Counter(", ".join(f"{key}={own.get(key)}" for key in told) for own in known)
+    if groups:
+        counts = (f"{counted(number, 'parameter')} with {settings}" for settings, number in groups.items())
+        raise Noted(f"{kind}: {'; '.join(counts)}")
 
 
 def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:

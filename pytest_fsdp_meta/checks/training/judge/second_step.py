@@ -250,19 +250,14 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
     for name, cases in farthest.items():
         for factor, alike_cases in by_label(cases, lambda measure: labels.get(_update_factor(measure), "")).items():
             actual = f"update is {factor} times the reference's" if factor else "update differs from the reference's"
-            detail = "" if factor else _describe_error(limits, alike_cases)
+            error = f"relative error {max(c.relative for _, c in alike_cases):.2g}"
+            detail = "" if factor else describe_length(alike_cases) if limits.only_scaled(alike_cases) else error
             ranks = tuple(rank for rank, _ in alike_cases)
             explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
             explanation = explanation or explain_hooks_left_out(view)
             explanation = explanation or (_STEP if _same_settings(view, runs, name, ranks) else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
-
-
-def _describe_error(limits: Limits, cases: Cases) -> str:
-    if limits.only_scaled(cases):
-        return describe_length(cases)
-    return f"relative error {max(c.relative for _, c in cases):.2g}"
 
 
 def _same_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
