@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
+from pytest_fsdp_meta.checks.values.facts import Pattern
 from pytest_fsdp_meta.evidence import Comparison, Measure, TensorFacts
-from pytest_fsdp_meta.judging.expectations import is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, either
-from pytest_fsdp_meta.judging.multiples import multiple
+from pytest_fsdp_meta.judging.multiples import whole
 
 Cases = Sequence[tuple[int, Comparison]]
 """Comparisons of one tensor, each with its rank."""
@@ -27,135 +26,44 @@ def by_label(cases: Cases, label: Callable[[Measure], str]) -> dict[str, list[tu
     return groups
 
 
-def explain_pattern(tensor: TensorFacts, cases: Cases, pairs: Cases) -> Explanation:
-    """Return the cause and remedy that the pattern suggests; empty if everything differs without a pattern."""
-    if dtype := _rounded_through(cases):
-        remedy = f"read and compute it in {tensor.dtype} throughout"
-        return {"cause": f"it was rounded through {dtype}", "remedy": remedy}
-    odd = len(cases) < len([c for _, c in pairs if c.elements])
-    on_odd_ranks = _ODD_WHOLE if is_whole(tensor) else _ODD_RANKS
-    if all(is_zero(c) for _, c in cases):
+def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation:
+    """Return the cause and remedy that the pattern suggests; empty if everything differs without a pattern.
+
+    ``odd``: other ranks have the right values.
+    """
+    kind, by = common_pattern(cases)
+    # Vectors start as ones or zeros, and buffers are computed, so that a part of them may be right by chance.
+    if kind == "part" and (tensor.kind != "parameter" or len(tensor.shape) < 2):
+        kind = ""
+    if kind == "rounded":
+        return {"cause": f"it was rounded through {by}", "remedy": f"read and compute it in {tensor.dtype} throughout"}
+    if kind == "zeros":
         if tensor.kind == "buffer" and tensor.persistent and not odd:
             return _ZERO_BUFFER
-        return {**ZEROS, "remedy": on_odd_ranks["remedy"]} if odd else ZEROS
-    if _transposed(tensor, cases):
-        return _TRANSPOSED
-    if not odd and (factor := _agreed(tensor, cases, _multiplied)):
-        return {"cause": f"it is {factor} times the expected value: {_SCALED}", "remedy": _UNSCALED}
-    if not odd and tensor.dtype != "bool" and (shift := _agreed(tensor, cases, _shifted)):
-        explanation = _CENTRED if shift.startswith("1 ") and tensor.kind == "parameter" else _SHIFTED
+        return {**ZEROS, "remedy": _ODD_WHOLE["remedy"]} if odd else ZEROS
+    if kind == "times":
+        of_factor = f"it is {whole(float(by), 1e-3) or by} times the expected value"
+        if odd:
+            return {**_ODD_IN_PART, "cause": f"{of_factor}, on these ranks alone: {_SCALED}"}
+        return {"cause": f"{of_factor}: {_SCALED}", "remedy": _UNSCALED}
+    if kind == "plus":
+        explanation = _CENTRED if by in ("1", "-1") and tensor.kind == "parameter" else _SHIFTED
+        shift = f"{by.removeprefix('-')} {'less' if by.startswith('-') else 'more'}"
         return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
-    if odd and not _shuffled(cases):
-        return on_odd_ranks if may_be_other_slice(tensor, cases) else _ODD_IN_PART
-    if _shuffled(cases):
-        return _SHUFFLED if is_whole(tensor) or not _of_other_ranks(cases) else _OTHER_RANKS
-    # A re-initialised matrix differs nearly everywhere; a reordered one keeps whole rows or experts. Vectors start as
-    # ones or zeros and buffers are computed, so that a part of them may be right by chance.
-    random = tensor.kind == "parameter" and len(tensor.shape) > 1
-    if random and all(_closer_than_others(c) for _, c in cases):
-        return _CLOSE
-    if random and all(c.differing < 0.9 * c.elements for _, c in cases):
-        return _IN_PART
-    return {}
+    if odd and kind in ("close", "part"):
+        return _ODD_IN_PART
+    return PATTERNS.get(kind, _ODD_WHOLE if odd else {})
 
 
-def _rounded_through(cases: Cases) -> str:
-    """Return the dtype through which the wrong elements were rounded; empty if it may be chance, or ranks differ."""
-    dtypes = {c.rounded for _, c in cases}
-    return dtypes.pop() if len(dtypes) == 1 and any(c.varied for _, c in cases) else ""
-
-
-def _transposed(tensor: TensorFacts, cases: Cases) -> bool:
-    """Return whether exactly as many elements of square matrices are right as are on their diagonals."""
-    rows, columns = tensor.shape[-2:] if len(tensor.shape) > 1 else (0, 1)
-    right = sum(c.elements - c.differing for _, c in cases)
-    first = any(c.index is not None and c.index[-2:] == (0, 1) for _, c in cases)
-    return first and rows == columns > 1 and right * rows == sum(c.elements for _, c in cases)
-
-
-def _agreed(tensor: TensorFacts, cases: Cases, describe: Callable[[Comparison, float], str]) -> str:
-    """Return what ``describe`` says of each rank's part, given the rounding error; empty if ranks differ in it."""
-    if sum(c.elements for _, c in cases) < FEWEST:
-        return ""
-    texts = {describe(c, 4 * ROUNDING.get(tensor.dtype, 0.0)) for _, c in cases}
-    return texts.pop() if len(texts) == 1 else ""
-
-
-def _multiplied(comparison: Comparison, near: float) -> str:
-    """Return the factor of all elements up to rounding, like "2" or "1/2"; empty if there is none."""
-    measure = comparison.measure
-    return multiple(measure, near) if measure and measure.residual <= near else ""
-
-
-def _shifted(comparison: Comparison, near: float) -> str:
-    """Return the constant added to every element up to rounding, like "1 more" or "0.5 less"; empty if there is none.
-
-    All elements differ by the same number if the distance is the largest that ``max_abs`` allows. A reference that is
-    constant, like the initial weight of a norm, differs by one number from any other constant: that is not a shift.
-    """
-    m, widest = comparison.measure, comparison.max_abs
-    if m is None or not m.elements or not 0 < m.apart < math.inf or comparison.differing < comparison.elements:
-        return ""
-    if comparison.expected is None or comparison.actual is None or near * max(m.actual, m.truth) > SLIGHT * m.apart:
-        return ""
-    shift = math.copysign(widest, comparison.actual - comparison.expected)
-    total = (m.actual**2 - m.truth**2 - m.elements * shift**2) / (2 * shift)
-    constant = total**2 > (1 - SLIGHT**2) * m.elements * m.truth**2
-    if constant or not math.isclose(m.apart, widest * math.sqrt(m.elements), rel_tol=SLIGHT):
-        return ""
-    return f"{widest:.3g} {'more' if shift > 0 else 'less'}"
-
-
-def _shuffled(cases: Cases) -> bool:
-    """Return whether the values are the reference's in another order: different elements with the same norm."""
-    measures = [c.measure for _, c in cases if c.measure is not None]
-    ours, theirs, apart = (
-        math.fsum(length * length for length in lengths)
-        for lengths in ([m.actual for m in measures], [m.truth for m in measures], [m.apart for m in measures])
-    )
-    return len(measures) == len(cases) and apart > FAR * theirs > 0 and math.isclose(ours, theirs, rel_tol=1e-9)
-
-
-def _of_other_ranks(cases: Cases) -> bool:
-    """Return whether each rank holds the part of the tensor that another rank should hold."""
-    lengths = [(rank, c.elements, c.measure) for rank, c in cases]
-    owners = {(size, m.truth): rank for rank, size, m in lengths if m is not None}
-    return all(m is not None and owners.get((size, m.actual), rank) != rank for rank, size, m in lengths)
+def common_pattern(cases: Cases) -> tuple[str, str]:
+    """Return kind and number of the pattern of all these ranks; empty if they differ in it."""
+    patterns = {(c.pattern.kind, c.pattern.by) if c.pattern is not None else ("", "") for _, c in cases}
+    return patterns.pop() if len(patterns) == 1 else ("", "")
 
 
 def is_zero(comparison: Comparison) -> bool:
     """Return whether all elements are zero and the reference's are not."""
-    measure = comparison.measure
-    return measure is not None and measure.actual == 0 < measure.truth
-
-
-def may_be_other_slice(tensor: TensorFacts, cases: Cases) -> bool:
-    """Return whether ranks may hold another rank's slice or unrelated values: most elements differ by much.
-
-    This excludes rounded matrices and tensors that were changed in part. For vectors, small differences count too: the
-    weights of a norm stay close to their initial ones, and to each other.
-    """
-    near = NEAR if len(tensor.shape) > 1 else 0.0
-    return _of_other_ranks(cases) or not all(_little(c, near) for _, c in cases)
-
-
-def _little(comparison: Comparison, near: float) -> bool:
-    measure = comparison.measure
-    if 2 * comparison.differing < comparison.elements:
-        return True
-    return measure is not None and math.isfinite(measure.apart) and measure.apart < near * measure.truth
-
-
-def _closer_than_others(comparison: Comparison) -> bool:
-    """Return whether the wrong elements are closer to the right ones than elements of other places would be.
-
-    Unrelated elements of the same spread are apart by the square root of 2 times it.
-    """
-    measure = comparison.measure
-    if measure is None or not 0 < measure.apart < math.inf:
-        return False
-    part = comparison.differing / comparison.elements
-    return measure.apart < CLOSE * math.sqrt(2 * part) * measure.truth
+    return comparison.pattern == Pattern("zeros")
 
 
 def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
@@ -175,16 +83,6 @@ def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
     return {name: owners[key] for name, key in held.items() if owners.get(key, name) != name}
 
 
-FEWEST = 8
-"""Number of elements; fewer may have a common factor or shift by chance."""
-SLIGHT = 1e-2
-"""Relative; in a tensor without a common shift, differences vary by more than this."""
-FAR = 1e-4
-"""Fraction of the squared norm; a smaller distance may be a few rows, or rounding."""
-CLOSE = 0.25
-"""Fraction of the distance of unrelated elements; what was only scaled, rounded or trained a little is closer."""
-NEAR = 0.1
-"""Fraction of the norm; another slice or another initialisation is farther away."""
 ZEROS: Explanation = {
     "cause": "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and "
     "the weight was not loaded after that"
@@ -216,7 +114,7 @@ _SHIFTED: Explanation = {
     "remedy": "look for code that modifies it in place, and for off-by-one starts (padding, positions)",
 }
 _TRANSPOSED: Explanation = {
-    "cause": "it is transposed: only as many elements are right as are on the diagonal, and a square shape hides it",
+    "cause": "it is transposed, which a square shape hides",
     "remedy": "transpose it while loading if the checkpoint's module uses the other layout: x @ W instead of W @ x, or "
     "width before height",
 }
@@ -247,12 +145,15 @@ _ODD_WHOLE: Explanation = {
     "initialised from a seed that depends on the rank",
     "remedy": "load it on every rank, or broadcast it after loading",
 }
-_ODD_RANKS: Explanation = {
-    "cause": "these ranks read the slice of another rank, or only the others received the weight",
-    "remedy": "take the offset from the DTensor's own mesh coordinate, and load on every rank",
+_OTHER_PART: Explanation = {
+    "cause": "these ranks hold another part of the tensor: they read the slice of another rank",
+    "remedy": "take the offset from the DTensor's own mesh coordinate",
 }
-_OTHER_RANKS: Explanation = {
-    **_ODD_RANKS,
-    "cause_alone": _SHUFFLED["cause_alone"],
-    "cause_sharded": _ODD_RANKS["cause"],
+PATTERNS: Mapping[str, Explanation] = {
+    "transposed": _TRANSPOSED,
+    "elsewhere": _OTHER_PART,
+    "reordered": _SHUFFLED,
+    "close": _CLOSE,
+    "part": _IN_PART,
 }
+"""Kind of a pattern -> what explains it, whatever its number."""

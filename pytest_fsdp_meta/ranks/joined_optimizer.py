@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.validation import is_zero3_optimizer
@@ -71,6 +72,15 @@ class _JoinedState(ChainMap[Any, Any]):
 def parts_of_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers that step: the parts of a joined one, or the optimizer itself."""
     return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
+
+
+def stepped_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what the optimizer steps: parameters of the model, or float32 copies of them, of ZeRO-3 flat ones."""
+    for part in parts_of_optimizer(optimizer):
+        if isinstance(part, Zero3Optimizer):
+            yield from part.zero.fp32_partitioned_groups_flat
+        else:
+            yield from (parameter for group in part.param_groups for parameter in group["params"])
 
 
 def train_optimizer(optimizer: Optimizer) -> None:

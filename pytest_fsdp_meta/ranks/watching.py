@@ -111,19 +111,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if is_wrapper(value):
             for name in value.__tensor_flatten__()[0]:
                 yield from tensors_in(getattr(value, name))
-        elif value.layout == torch.strided and value.device.type not in WITHOUT_STORAGE and _has_memory(value):
+        elif (
+            value.layout == torch.strided
+            and value.device.type not in WITHOUT_STORAGE
+            and not is_wrapped_by_functorch(value)
+            # DTensor makes tensors with a device and the global shape, to try a new operation.
+            and value.untyped_storage().device.type != "meta"
+        ):
             yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return False for tensors of torch.func, and for those that DTensor makes to try a new operation.
-
-    The latter have a device and the global shape.
-    """
-    return not is_wrapped_by_functorch(tensor) and tensor.untyped_storage().device.type != "meta"
 
 
 def takes_hooks(module: Module) -> bool:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain, write_whole
 from pytest_fsdp_meta.reports.schema import SCHEMA, Report
@@ -92,17 +91,11 @@ def read_report(path: Path, brief: bool = False) -> Report:
             f"{path}: a report of schema {version!r:.60}, but this version reads schema {SCHEMA}; "
             f"{remedy}write the report again with --fsdp-report"
         )
-    if brief:
-        _drop_summaries(data)
+    loaders = data.get("loaders") if brief else None
+    for loader in loaders if isinstance(loaders, list) else ():  # the codec says what is wrong with other data
+        if isinstance(loader, dict) and isinstance(summary := loader.get("summary"), dict):
+            loader["summary"] = {"losses": summary.get("losses")}
     try:
         return from_plain(Report, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
-
-
-def _drop_summaries(data: dict[str, Any]) -> None:
-    """Remove the summaries but for the losses. The codec says what is wrong with data of another form."""
-    loaders = data.get("loaders")
-    for loader in loaders if isinstance(loaders, list) else ():
-        if isinstance(loader, dict) and isinstance(summary := loader.get("summary"), dict):
-            loader["summary"] = {"losses": summary.get("losses")}

@@ -69,7 +69,10 @@ class ObservationRun(TableRun):
         for row in ONE_LOAD:
             self.take(row)
         self._trace()  # it may end the world, which is then loaded again
-        self._remove_training_records()
+        # Checkpoints need the disk, and its cache, for themselves; only the training is compared with these.
+        for name in set(RECORDS) - {"values"}:
+            for record in (name, noise_of(name)):
+                record_at(self.folder, record).unlink(missing_ok=True)
         return replace(self.seen, unavailable=self.unavailable)
 
     def ruled_out(self, row: Observation[Any]) -> Unavailable | None:
@@ -231,13 +234,6 @@ class ObservationRun(TableRun):
             RankCollectives(rank.collectives or (), step, groups, (*rank.unknown_operators, *unknown))
             for rank, (step, groups, unknown) in zip(self.loaded, recorded, strict=True)
         )
-
-    def _remove_training_records(self) -> None:
-        """Remove what only the training is compared with: checkpoints need the disk, and its cache, for themselves."""
-        for name in RECORDS:
-            if name != "values":
-                for record in (name, noise_of(name)):
-                    record_at(self.folder, record).unlink(missing_ok=True)
 
     @property
     def _recipe(self) -> Mapping[str, bytes]:

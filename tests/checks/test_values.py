@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.checks.values.facts import Pattern
 from pytest_fsdp_meta.evidence import Measure
 from tests.checks.evidence_factory import (
     COUNTER,
@@ -43,7 +44,10 @@ ZEROS = (
     "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and the weight "
     "was not loaded after that"
 )
-ODD_RANKS = "these ranks read the slice of another rank, or only the others received the weight"
+ODD_WHOLE = (
+    "these ranks did not receive the weight that the others have: it was loaded on some ranks only, or initialised "
+    "from a seed that depends on the rank"
+)
 
 
 def shapes(problem: str, should_be: str, shape: tuple[int, ...] | None = None) -> dict:
@@ -57,149 +61,46 @@ LOAD_BY_NAME = (
 )
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "cause"),
-    [
-        ((36, 36), NOT_LOADED),
-        ((35, 35), IN_PART),
-        ((40, 40), NOT_LOADED),
-        ((35, 36), NOT_LOADED),
-        ((1, 35), IN_PART),
-        ((0, 35), ODD_RANKS),
-    ],
-)
-def test_what_differs_nearly_everywhere_was_not_loaded(by_rank, cause):
-    evidence = healthy(2, parameters={MIDDLE: (8, 10)})
-    for rank, differing in enumerate(by_rank):
-        if differing:
-            evidence = differ(evidence, MIDDLE, [rank], differing=differing)
-    assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [cause]
+def patterned(evidence, name, kind, by="", ranks=None, **facts):
+    """Let all elements of a tensor differ on these ranks, with this pattern."""
+    pattern = Pattern(kind, by) if kind else None
+    return differ(evidence, name, ranks, **{"differing": 12, "pattern": pattern, **facts})
 
 
 @pytest.mark.parametrize(
-    ("shape", "differing", "cause"),
+    ("kind", "by", "cause", "odd_cause"),
     [
-        ((), 1, NOT_LOADED),
-        ((4,), 1, NOT_LOADED),  # a norm that starts as ones may have some elements right
-        ((1, 1), 1, NOT_LOADED),
-        ((2, 2), 1, IN_PART),
+        ("", "", NOT_LOADED, ODD_WHOLE),
+        ("zeros", "", ZEROS, ZEROS),
+        ("rounded", "bfloat16", "it was rounded through bfloat16", ""),
+        ("times", "2", "it is 2 times the expected value: ", "it is 2 times the expected value, on these ranks alone"),
+        ("times", "0.3333", "it is 1/3 times the expected value: ", "it is 1/3 times the expected value, on these "),
+        ("times", "-1", "it is -1 times the expected value: ", "it is -1 times the expected value, on these ranks "),
+        ("plus", "1", "every element is 1 more than expected: some implementations", ""),
+        ("plus", "-0.25", "every element is 0.25 less than expected: a constant was added", ""),
+        ("transposed", "", "it is transposed, ", ""),
+        ("elsewhere", "", "these ranks hold another part of the tensor", ""),
+        ("reordered", "", "it has the right values in another order: ", ""),
+        ("close", "", "its wrong elements are close to the right ones", ODD_IN_PART),
+        ("part", "", IN_PART, ODD_IN_PART),
     ],
 )
-def test_scalars_and_vectors_may_be_right_in_part_by_chance(shape, differing, cause):
-    evidence = place(healthy(1, parameters={"one.weight": shape or (1,)}), "one.weight", {}, shape=shape)
-    evidence = differ(evidence, "one.weight", differing=differing)
-    assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [cause]
+def test_the_cause_of_a_pattern(kind, by, cause, odd_cause):
+    (found,) = verdict(PARAMS, patterned(healthy(), MIDDLE, kind, by)).findings
+    assert found.cause.startswith(cause)
+    (odd,) = verdict(PARAMS, patterned(healthy(), MIDDLE, kind, by, [1])).findings
+    assert (odd.ranks, odd.cause.startswith(odd_cause or cause)) == ((1,), True)
 
 
-@pytest.mark.parametrize(
-    ("shape", "differing", "index", "transposed"),
-    [
-        ((8, 8), 28, (0, 1), True),  # on each of two ranks, half of 64 without half of the diagonal
-        ((8, 8), 28, (0, 0), False),
-        ((8, 8), 27, (0, 1), False),
-        ((4, 16), 28, (0, 1), False),
-        ((2, 4, 4), 12, (0, 0, 1), True),  # a stack of two, one on each rank
-        ((2, 4, 4), 12, (0, 1, 1), False),
-    ],
-)
-def test_a_square_matrix_that_is_transposed(shape, differing, index, transposed):
-    evidence = differ(healthy(2, parameters={MIDDLE: shape}), MIDDLE, differing=differing, index=index)
-    [finding] = verdict(PARAMS, evidence).findings
-    assert finding.cause.startswith("it is transposed: ") is transposed
+def test_ranks_with_different_patterns_have_none():
+    evidence = patterned(patterned(healthy(), MIDDLE, "times", "2", [0]), MIDDLE, "times", "3", [1])
+    assert [finding.cause for finding in verdict(PARAMS, evidence).findings] == [NOT_LOADED]
 
 
 def measured(evidence, name, rank, actual, reference, apart=1.0, **facts):
     """Let a tensor differ on one rank, with these norms of it, of the reference and of the difference."""
     measure = Measure(actual=actual, truth=reference, apart=apart, dot=0.0, elements=12)
     return differ(evidence, name, [rank], measure=measure, **{"differing": 12, **facts})
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "cause"),
-    [
-        (((5.0, 5.0, 4.0), (7.0, 7.0, 4.0)), "it has the right values in another order: "),
-        (((5.0, 7.0, 4.0), (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
-        (((5.0, 7.1, 4.0), (7.1, 5.1, 4.0)), "the weight was not loaded"),
-        (((5.0, 5.0, 1e-3), (7.0, 7.0, 1e-3)), "its wrong elements are close to the right ones"),
-        (((5.0, 5.0, 2.0), (7.0, 7.0, 2.0)), "it has the right values in another order: "),
-        (((0.0, 0.0, 0.0), (7.0, 0.0, 7.0)), "the weight was not loaded"),
-        (((5.0, math.nan, math.nan), (7.0, 7.0, 4.0)), "the weight was not loaded"),
-        ((None, (7.0, 7.0, 4.0)), "it has the right values in another order: "),
-        ((None, (7.0, 5.0, 4.0)), "these ranks read the slice of another rank"),
-    ],
-)
-def test_equal_norms_reveal_values_in_another_order(by_rank, cause):
-    evidence = healthy(2)
-    for rank, lengths in enumerate(by_rank):
-        if lengths is not None:
-            evidence = measured(evidence, MIDDLE, rank, *lengths)
-    assert {finding.cause[: len(cause)] for finding in verdict(PARAMS, evidence).findings} == {cause}
-
-
-@pytest.mark.parametrize(
-    ("factors", "elements", "cause"),
-    [
-        ((2.0, 2.0), 12, "it is 2 times the expected value: a scale was applied"),
-        ((1.37, 1.37), 12, "it is 1.37 times the expected value: a scale was applied"),
-        ((2.0, 3.0), 12, "the weight was not loaded"),
-        ((2.0, None), 12, "these ranks "),
-        ((2.0, 2.0), 2, "the weight was not loaded"),
-    ],
-)
-def test_a_multiple_of_the_reference_is_reported_with_its_factor(factors, elements, cause):
-    evidence = healthy(2)
-    for rank, factor in enumerate(factors):
-        if factor is not None:
-            lengths = Measure(5 * factor, 5.0, 5 * abs(factor - 1), dot=25 * factor, elements=elements)
-            evidence = differ(evidence, MIDDLE, [rank], measure=lengths, elements=elements, differing=elements)
-    (finding,) = verdict(PARAMS, evidence).findings
-    assert finding.cause.startswith(cause)
-
-
-VALUES = (0.3, -1.2, 0.8, 2.0, -0.5, 1.1, 0.0, -0.7, 0.9, 1.6, -2.1, 0.4)
-
-
-def compared(actual, reference):
-    """Return the facts of a comparison of these elements with the reference's."""
-    pairs = list(zip(actual, reference, strict=True))
-    differences = [abs(a - b) for a, b in pairs]
-    norms = [math.hypot(*numbers) for numbers in (actual, reference, differences)]
-    measure = Measure(*norms, dot=math.fsum(a * b for a, b in pairs), elements=len(pairs))
-    facts = {"elements": len(pairs), "differing": sum(map(bool, differences)), "max_abs": max(differences)}
-    return {**facts, "actual": actual[0], "expected": reference[0], "measure": measure}
-
-
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        (lambda number: number + 1, "every element is 1 more than expected: some implementations"),
-        (lambda number: number - 0.25, "every element is 0.25 less than expected: a constant was added"),
-        (lambda number: number + 1e-9, "its wrong elements are close"),  # less than the rounding of float32
-        (lambda number: number + (1 if number < 1 else 1.1), "the weight was not loaded"),
-        (lambda number: number + (number < 1), "a part of it is right"),
-        (lambda number: math.inf if number == 2 else number + 1, "the weight was not loaded"),
-    ],
-)
-def test_a_constant_added_to_every_element_is_reported(change, cause):
-    evidence = healthy(2, parameters={MIDDLE: (12, 2)})
-    for rank in range(2):
-        evidence = differ(evidence, MIDDLE, [rank], **compared([*map(change, VALUES)], VALUES))
-    (finding,) = verdict(PARAMS, evidence).findings
-    assert finding.cause.startswith(cause)
-
-
-@pytest.mark.parametrize(
-    ("reference", "shifts"),
-    [((1.0,) * 12, (0.5,)), (VALUES[:2], (0.5,)), (VALUES, (1.0, 2.0))],
-    ids=["initial norm", "too few elements", "ranks that differ"],
-)
-def test_a_difference_that_any_initialisation_could_have_is_not_called_a_shift(reference, shifts):
-    evidence = healthy(len(shifts), parameters={MIDDLE: (12, len(shifts))})
-    for rank, shift in enumerate(shifts):
-        evidence = differ(evidence, MIDDLE, [rank], **compared([number + shift for number in reference], reference))
-    found = verdict(PARAMS, evidence).findings
-    assert found
-    assert not any("than expected" in finding.cause for finding in found)
 
 
 def test_two_swapped_tensors_are_recognised():
@@ -232,7 +133,7 @@ def test_tables_of_a_rotary_embedding_have_the_cause_of_its_frequencies():
     evidence = replace(evidence, values=tuple((*rank, equal(table), equal(other)) for rank in evidence.values))
     for name in (table.name, other.name):
         evidence = differ(evidence, name)
-    found = verdict(BUFFERS, differ(evidence, ROTARY, rounded="bfloat16", varied=True)).findings
+    found = verdict(BUFFERS, differ(evidence, ROTARY, pattern=Pattern("rounded", "bfloat16"))).findings
     assert {finding.tensor for finding in found if finding.cause == "it was rounded through bfloat16"} == {
         ROTARY,
         table.name,
@@ -240,75 +141,22 @@ def test_tables_of_a_rotary_embedding_have_the_cause_of_its_frequencies():
     assert len(found) == 3
 
 
-def test_one_differing_rank():
-    (found,) = verdict(PARAMS, differ(healthy(), EMBEDDING, [1], differing=16)).findings
-    assert (found.tensor, found.ranks, found.cause) == (EMBEDDING, (1,), ODD_RANKS)
-    (found,) = verdict(PARAMS, differ(healthy(), MIDDLE, [1], rounded="bfloat16", varied=True)).findings
-    assert (found.ranks, found.cause) == ((1,), "it was rounded through bfloat16")
-
-
-@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
-@pytest.mark.parametrize(
-    ("by_rank", "rounded"),
-    [
-        ([("bfloat16", True), ("bfloat16", True)], "bfloat16"),
-        ([("float16", True), ("float16", True)], "float16"),
-        ([("bfloat16", True), ("bfloat16", False)], "bfloat16"),
-        ([("bfloat16", False), ("bfloat16", False)], ""),  # one value, such as 1 beside 1.001
-        ([("bfloat16", True), ("", False)], ""),
-        ([("bfloat16", True), ("float16", True)], ""),
-    ],
-)
-def test_values_rounded_through_a_smaller_dtype(check, name, by_rank, rounded):
-    evidence = healthy()
-    for rank, (dtype, varied) in enumerate(by_rank):
-        evidence = differ(evidence, name, [rank], max_rel=2.0**-8, rounded=dtype, varied=varied)
-    (finding,) = verdict(check, evidence).findings
-    assert finding.cause.removeprefix("it was rounded through ") == rounded or not rounded
-    assert (finding.remedy == "read and compute it in float32 throughout") == bool(rounded)
-
-
 def test_empty_shards_do_not_make_other_ranks_exceptions():
     evidence = healthy(4)
     assert evidence.values[3][1].elements == 0
-    for differing, cause in ((8, NOT_LOADED), (1, IN_PART)):
-        found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1, 2], differing=differing))
-        assert [(finding.ranks, finding.cause) for finding in found.findings] == [((0, 1, 2), cause)]
-    for differing, cause in ((8, ODD_RANKS), (1, ODD_IN_PART)):
-        found = verdict(PARAMS, differ(evidence, MIDDLE, [0, 1], differing=differing))
-        assert [finding.cause for finding in found.findings] == [cause]
-
-
-@pytest.mark.parametrize(
-    ("differing", "lengths", "cause"),
-    [
-        (12, (5.0, 5.1, 0.1), ODD_IN_PART),  # all elements, by little
-        (12, (5.0, 5.1, 7.0), ODD_RANKS),
-        (12, (math.nan, 5.0, math.nan), ODD_RANKS),
-        (3, (5.0, 5.1, 3.0), ODD_IN_PART),
-        (12, (0.0, 5.0, 5.0), ZEROS),
-        (12, (1.0, 0.0, 1.0), ODD_RANKS),
-    ],
-)
-def test_the_values_of_one_differing_rank_determine_the_cause(differing, lengths, cause):
-    found = verdict(PARAMS, measured(healthy(), MIDDLE, 1, *lengths, differing=differing, max_rel=1.0))
-    assert [(finding.ranks, finding.cause) for finding in found.findings] == [((1,), cause)]
-
-
-def test_a_whole_tensor_that_differs_on_one_rank_is_not_a_slice():
-    whole = change(place(healthy(), EMBEDDING, {}), EMBEDDING, digest=None)  # so that replicas_equal is silent
-    for lengths in ((5.0, 5.1, 7.0), (0.0, 5.0, 5.0), (5.0, 5.0, 4.0)):
-        found = verdict(PARAMS, measured(declare(whole, unsharded=(EMBEDDING,)), EMBEDDING, 1, *lengths))
-        (finding,) = found.findings
-        assert "slice of another rank" not in finding.cause
-        assert "mesh coordinate" not in finding.remedy
+    for ranks, kind, cause in (
+        ([0, 1, 2], "", NOT_LOADED),
+        ([0, 1, 2], "part", IN_PART),
+        ([0, 1], "part", ODD_IN_PART),
+    ):
+        found = verdict(PARAMS, patterned(evidence, MIDDLE, kind, ranks=ranks))
+        assert [(finding.ranks, finding.cause) for finding in found.findings] == [(tuple(ranks), cause)]
 
 
 def test_a_persistent_buffer_that_holds_zeros_was_not_loaded():
     """deepspeedai/DeepSpeed#8358: parameters are copied, and a buffer is none."""
     evidence = healthy()
-    for rank in (0, 1):
-        evidence = measured(evidence, COUNTER, rank, 0.0, 5.0, 5.0)
+    evidence = patterned(evidence, COUNTER, "zeros")
     # Another tensor of zeros proves nothing.
     evidence = change(evidence, COUNTER, digest=evidence.inventory[0].by_name[EMBEDDING].digest)
     (finding,) = verdict("buffers_equal_reference", evidence).findings
@@ -335,13 +183,10 @@ def test_tensors_that_are_wrong_in_the_same_way_are_not_exchanged():
 
 
 def test_zeros_where_the_reference_has_none():
-    everywhere = healthy()
-    for rank in (0, 1):
-        everywhere = measured(everywhere, MIDDLE, rank, 0.0, 5.0, 5.0)
-    (finding,) = verdict(PARAMS, everywhere).findings
+    (finding,) = verdict(PARAMS, patterned(healthy(), MIDDLE, "zeros")).findings
     assert (finding.ranks, finding.cause, finding.remedy) == ((0, 1), ZEROS, LOAD_BY_NAME)
     # Wrong values on other ranks are a finding of their own, with the cause for all ranks.
-    mixed = measured(differ(healthy(), MIDDLE, differing=12), MIDDLE, 1, 0.0, 5.0, 5.0)
+    mixed = patterned(patterned(healthy(), MIDDLE, ""), MIDDLE, "zeros", ranks=[1])
     found = verdict(PARAMS, mixed).findings
     assert [(f.ranks, f.cause) for f in found] == [((0,), NOT_LOADED), ((1,), ZEROS)]
 
@@ -421,7 +266,8 @@ def test_each_tensor_is_judged_by_one_check(check, own):
 
 def test_another_shape_and_other_values_are_two_findings():
     wrong = shapes("shape (9, 4)", "(8, 4), as in the verifier", (9, 4))
-    evidence = differ(differ(healthy(4), FROZEN, observed="verifier"), FROZEN, [2], observed="verifier", **wrong)
+    part = differ(healthy(4), FROZEN, observed="verifier", pattern=Pattern("part"))
+    evidence = differ(part, FROZEN, [2], observed="verifier", **wrong, pattern=None)
     found = verdict(VERIFIER, evidence)
     assert [(finding.ranks, finding.actual, finding.expected) for finding in found.findings] == [
         ((0, 1, 3), "values that differ from the verifier", ""),
@@ -505,8 +351,8 @@ def test_a_checkpoint_has_no_non_persistent_buffers():
 @pytest.mark.parametrize(
     ("world", "ranks", "facts", "cause"),
     [
-        (4, [2], {"differing": 4}, ODD_RANKS),
-        (2, None, {}, IN_PART),
+        (4, [2], {"differing": 4}, ODD_WHOLE),
+        (2, None, {"pattern": Pattern("part")}, IN_PART),
         (
             *(2, None, shapes("shape (4, 2)", "(4, 4), as in the reference", (4, 2))),
             "the verifier is another model, has the tensor under another name, or has a vocabulary of another size",

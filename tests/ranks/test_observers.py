@@ -6,6 +6,7 @@ import math
 import pickle
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,22 +146,66 @@ def test_an_element_of_a_complex_tensor_counts_once(compared):
 THIRDS = torch.arange(1, 9) / 3
 
 
+WHOLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+ONES, COUNTS = torch.ones(4), torch.arange(4)
+SCRAMBLED = torch.tensor([1, 2, 3, 0])
+
+
 @pytest.mark.parametrize(
-    ("actual", "reference", "rounded", "varied"),
+    ("actual", "reference", "pattern"),
     [
-        (THIRDS.bfloat16().float(), THIRDS, "bfloat16", True),
-        (THIRDS.half().float(), THIRDS, "float16", True),
-        (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "bfloat16", True),
-        (torch.ones(8), torch.full((8,), 1.001), "bfloat16", False),
-        (torch.full((8,), 1.001), torch.ones(8), "", False),
-        (THIRDS * 1.001, THIRDS, "", False),
-        (THIRDS.bfloat16(), THIRDS.half().bfloat16() * 2, "", False),
-        (torch.arange(8), torch.arange(8) + 1, "", False),
+        (torch.zeros(8), THIRDS, "zeros"),
+        (THIRDS.bfloat16().float(), THIRDS, "rounded bfloat16"),
+        (THIRDS.half().float(), THIRDS, "rounded float16"),
+        (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "rounded bfloat16"),
+        (torch.ones(8), torch.full((8,), 1.001), ""),  # of a constant, nothing is known
+        (2 * ONES, ONES, ""),
+        (2 * THIRDS[:2], THIRDS[:2], ""),
+        (THIRDS * 1.001, THIRDS, "times 1.001"),
+        (-THIRDS, THIRDS, "times -1"),
+        (THIRDS.bfloat16() * 1.5, THIRDS.bfloat16(), "times 1.5"),
+        (THIRDS + 1, THIRDS, "plus 1"),
+        (COUNTS + 1, COUNTS, "plus 1"),
+        (COUNTS == 1, COUNTS == 2, "reordered"),
+        (THIRDS.flip(0), THIRDS, "reordered"),
+        (THIRDS[:2].flip(0), THIRDS[:2], "reordered"),
+        (torch.cat([THIRDS[:5], -THIRDS[5:]]), THIRDS, "part"),
+        (WHOLE.mT, WHOLE, "transposed"),
+        (WHOLE[[1, 0, *range(2, 8)]], WHOLE, "reordered"),
+        (WHOLE[[1, 1, *range(2, 8)]], WHOLE, "reordered"),
+        (WHOLE + 1e-6 * WHOLE.mT, WHOLE, "close"),
+        (torch.cat([WHOLE[:4], 5 * WHOLE[4:]]), WHOLE, "part"),
+        (WHOLE.sin().cos(), WHOLE, ""),
+        (torch.full((8, 8), NAN), WHOLE, ""),
+        (torch.view_as_complex(WHOLE.view(4, 8, 2)) * 2, torch.view_as_complex(WHOLE.view(4, 8, 2)), "times 2"),
     ],
 )
-def test_rounding_is_recognised_exactly(compared, actual, reference, rounded, varied):
-    found = compared(actual, reference)
-    assert (found.rounded, found.varied) == (rounded, varied)
+def test_what_was_done_to_a_wrong_tensor_is_found_by_doing_it(tmp_path, actual, reference, pattern):
+    assert found_pattern(tmp_path, own_part(actual.contiguous()), reference) == pattern
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "flat", "pattern"),
+    [
+        (WHOLE[[1, 0, *range(2, 8)], :4], 0, False, "reordered"),
+        (WHOLE[:4], 4, False, "elsewhere"),
+        (WHOLE[1:5], 4, False, "reordered"),  # not the part of any rank
+        (WHOLE.mT[4:], 4, False, "transposed"),
+        (WHOLE[:4].flatten(), 4, True, "elsewhere"),
+        (WHOLE[4:].flatten().flip(0), 4, True, "reordered"),
+        (2 * WHOLE[4:].flatten(), 4, True, "times 2"),
+    ],
+)
+def test_what_was_done_to_a_wrong_shard(tmp_path, rows, start, flat, pattern):
+    rows = rows.contiguous()
+    part = Part.run(rows, (8, 8), start=8 * start) if flat else Part.block(rows, (8, 8), start=(start, 0))
+    assert found_pattern(tmp_path, part, WHOLE) == pattern
+
+
+def found_pattern(folder: Path, part: Part, reference: Tensor) -> str:
+    write_record(folder / "values.safetensors", [("a", reference)])
+    found = compare("a", part, Record(folder / "values.safetensors"), "a", measuring=True).pattern
+    return "" if found is None else f"{found.kind} {found.by}".rstrip()
 
 
 PACKED = [name for name in ("float4_e2m1fn_x2", "uint4") if hasattr(torch, name)]

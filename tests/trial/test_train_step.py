@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -264,6 +265,47 @@ def test_a_step_that_takes_gradients_without_a_backward_has_no_wrong_scale():
 
     found = judged(None, ["grad_parity"], function=plain)["grad_parity"]
     assert found.status == "passed", (found.findings, found.reason)
+
+
+class Copies(torch.optim.Adam):
+    """Steps float32 copies of the parameters, as DeepSpeed does, and gives them their values."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.own = [parameter for parameter in parameters if parameter.requires_grad]
+        super().__init__([parameter.detach().clone() for parameter in self.own], lr=1e-2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for own, copy in zip(self.own, self.param_groups[0]["params"], strict=True):
+            copy.grad = own.grad
+        super().step(closure)
+        self.give()
+
+    @torch.no_grad()
+    def give(self) -> None:
+        for own, copy in zip(self.own, self.param_groups[0]["params"], strict=True):
+            own.copy_(copy)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for own in self.own:
+            own.grad = None
+
+
+def test_copies_that_the_optimizer_steps_keep_their_values_in_steps_that_are_undone():
+    def save(model: nn.Module, optimizer: Copies, folder: Path) -> None:
+        copies = [copy.to_local() for copy in optimizer.param_groups[0]["params"]]
+        torch.save(copies, folder.with_name(f"{folder.name}-{dist.get_rank()}"))
+
+    @torch.no_grad()
+    def resume(model: nn.Module, optimizer: Copies, folder: Path) -> None:
+        copies = torch.load(folder.with_name(f"{folder.name}-{dist.get_rank()}"))
+        for copy, saved in zip(optimizer.param_groups[0]["params"], copies, strict=True):
+            copy.to_local().copy_(saved)
+        optimizer.give()
+
+    declared = {"optimizer": Copies, "max_grad_norm": 0.01, "save": save, "resume": resume}
+    found = judged(clipping(), ["dcp_round_trip", "grad_parity"], **declared)
+    assert {verdict.status for verdict in found.values()} == {"passed"}
 
 
 def test_a_step_that_refuses_more_than_its_schedule_is_told():

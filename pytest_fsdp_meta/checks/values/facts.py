@@ -59,6 +59,18 @@ class Element:
 
 
 @dataclass(frozen=True)
+class Pattern:
+    """What gives a wrong shard if it is done to the reference.
+
+    Its ``kind`` is "zeros", "rounded" (through the dtype ``by``), "times" or "plus" (the number ``by``), "transposed",
+    "elsewhere" (the part of another place), "reordered"; or, if most of it is right, "close" or "part".
+    """
+
+    kind: str
+    by: str = ""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A rank's own shard compared element by element with the same slice of the reference.
 
@@ -84,10 +96,8 @@ class Comparison:
     shape: tuple[int, ...] | None = None
     measure: Measure | None = None
     """Set for gradients, for the updates of trained parameters, and for loaded values that differ."""
-    rounded: str = ""
-    """The dtype through which rounding the reference gives exactly the elements that differ, or empty."""
-    varied: bool = False
-    """Whether those elements have more than one value: initial weights are often 1, and so is what is rounded to 1."""
+    pattern: Pattern | None = None
+    """Looked for where loaded values differ; None if they have none."""
     farthest: Element | None = None
     """The first of the elements with the largest absolute difference."""
 

@@ -14,10 +14,10 @@ from pytest_fsdp_meta.judging.causes import (
     SWAPPED,
     ZEROS,
     Cases,
+    common_pattern,
     explain_pattern,
     find_swapped,
     is_zero,
-    may_be_other_slice,
 )
 from pytest_fsdp_meta.judging.expectations import coordinates, is_whole
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
@@ -158,8 +158,8 @@ def _explain(tensor: TensorFacts, wrong: Cases, right: bool, all_differ: bool) -
         return _NONE_RIGHT
     if all_differ and not right:
         return _ALL_DIFFER
-    if wrong and not may_be_other_slice(tensor, wrong):
-        return _IN_PART
+    if wrong:
+        return explain_pattern(tensor, wrong, odd=True) if common_pattern(wrong)[0] else {}
     sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
     return _ODD_SHARDS if sharded else {}
 
@@ -173,11 +173,6 @@ _ALL_DIFFER: Explanation = {
     "cause": "each rank initialised or computed it by itself, from a seed or a value that depends on the rank; or only "
     "some ranks received it, or received another part of it",
     "remedy": "initialise it from one seed on all ranks that hold it, or broadcast it after loading",
-}
-_IN_PART: Explanation = {
-    "cause": "replicas diverged after loading (a part was overwritten, or updated on some ranks only), or were "
-    "computed or rounded differently",
-    "remedy": "load or compute it with the same code on every rank, or broadcast it after loading",
 }
 _ODD_SHARDS: Explanation = {
     "cause": "these ranks read the slice of another rank, or only the first replica received the weight",
@@ -408,6 +403,8 @@ def _difference(
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if adapted else _SHAPE))
         else:
             other = swapped.get(name) or elsewhere.get(name, "")
+            if common_pattern(cases)[0] in ("zeros", "rounded", "times", "plus"):
+                other = ""  # such as the frequencies of another block, which were rounded as well
             detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
@@ -415,7 +412,8 @@ def _difference(
             if other:
                 explanation = SWAPPED if name in swapped else ELSEWHERE
             else:
-                explanation = explain_pattern(tensor, cases, comparable)
+                odd = len(cases) < len([c for _, c in comparable if c.elements])
+                explanation = explain_pattern(tensor, cases, odd)
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
             actual = f"values{' outside the drawn rows' * kept} that differ from {compared_with}"
             yield Finding(name, ranks, actual, "", detail, **(_NOT_KEPT if kept and not other else explanation))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, Element, smallest
+from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, Element, Pattern, smallest
 from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -25,6 +26,14 @@ from pytest_fsdp_meta.worlds import current, doing
 
 SLICE = 2**15
 """Elements that are computed at a time: float64 copies of so many fit into a core's cache, and malloc keeps them."""
+FEWEST = 4
+"""Number of elements; fewer may have a common factor or shift by chance."""
+CLOSE = 0.25
+"""Fraction of the distance of unrelated elements; what was computed in a lower precision is closer."""
+PLACES = 2**12
+"""Parts of other places to compare at most."""
+LARGEST = 2**28
+"""Elements of a tensor that is read as a whole to look for a shard in other places."""
 
 
 Rows: TypeAlias = tuple[int | None, int | None]
@@ -97,11 +106,17 @@ def compare(
     if not actual.numel():
         return Comparison(name, True)
     expected = read_part(part, reference, recorded)
-    found = _compare(name, actual, expected, part, measuring)
+
+    def read_whole() -> Tensor | None:
+        searched = math.prod(part.shape) <= LARGEST and not actual.is_complex()
+        return comparable(reference.read_whole(recorded).to(actual.dtype)) if searched else None
+
+    whole = read_whole if measuring else None
+    found = _compare(name, actual, expected, part, whole)
     if drawn is None or found.equal:
         return found
     mask = drawn_places(part, drawn).view(-1, *[1] * (actual.ndim - 1))
-    kept = _compare(name, actual, torch.where(mask, actual.cpu(), expected.to(actual.dtype)), part, measuring)
+    kept = _compare(name, actual, torch.where(mask, actual.cpu(), expected.to(actual.dtype)), part, whole)
     return replace(kept, cast=found.cast, measure=kept.measure or found.measure)
 
 
@@ -192,10 +207,13 @@ def measure(
     )
 
 
-def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring: bool) -> Comparison:
+def _compare(
+    name: str, actual: Tensor, expected: Tensor, part: Part, whole: Callable[[], Tensor | None] | None
+) -> Comparison:
     """Compare on the CPU, in the shard's own dtype, with NaN equal to NaN; only distances are computed in float64.
 
-    The reference is read to the CPU anyway, and the CPU supports more dtypes than other devices.
+    The reference is read to the CPU anyway, and the CPU supports more dtypes than other devices. If the
+    ``whole`` tensor can be read, what differs is measured, and its pattern looked for.
     """
     cast = expected.dtype != actual.dtype
     ours, theirs = comparable(actual.cpu()), comparable(expected.to(actual.dtype))
@@ -205,7 +223,10 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
     if not differs.any():
         return Comparison(name, True, elements=actual.numel(), cast=cast)
     first = tuple(int(i) for i in differs.nonzero()[0])
-    rounded, varied = _rounding(ours, theirs, differs)
+    measured, pattern = None, None
+    if whole is not None:
+        measured = measure(ours, theirs, elements=actual.numel())
+        pattern = _find_pattern(ours, theirs, differs, measured, part, whole())
     # Different integers differ by at least one, but large ones may be equal in float64.
     least = 0.0 if ours.is_floating_point() else 1.0
     ours, theirs = ours.double(), theirs.double()
@@ -226,21 +247,92 @@ def _compare(name: str, actual: Tensor, expected: Tensor, part: Part, measuring:
         expected=float(theirs[first]),
         actual=float(ours[first]),
         cast=cast,
-        measure=measure(ours, theirs, elements=actual.numel()) if measuring else None,
-        rounded=rounded,
-        varied=varied,
+        measure=measured,
+        pattern=pattern,
         farthest=Element(whole_index(part, farthest[: actual.ndim]), float(ours[farthest]), float(theirs[farthest])),
     )
 
 
-def _rounding(actual: Tensor, expected: Tensor, differs: Tensor) -> tuple[str, bool]:
-    """Return the dtype through which rounding ``expected`` gives ``actual``, and whether that has several values."""
-    if actual.dtype in (torch.float32, torch.float64):  # torch 2.9 cannot index uint16, uint32 and uint64
-        actual, expected = actual[differs], expected[differs]
+def _find_pattern(
+    ours: Tensor, theirs: Tensor, differs: Tensor, measured: Measure, part: Part, whole: Tensor | None
+) -> Pattern | None:
+    """Make each candidate of the reference's slice ``theirs``, and return the one that equals ``ours``.
+
+    Those that are computed are tried on a sample first. Parts of other places are read from the ``whole`` tensor.
+    """
+    first = int(differs.flatten().int().argmax())
+    sample = [tensor.flatten()[first : first + SLICE] for tensor in (ours, theirs, differs)]
+    for pattern, make in _computed(sample[0], sample[1]):
+        if _gives(pattern, make, *sample) and _gives(pattern, make, ours, theirs, differs):
+            return pattern
+    for pattern, moved in _moved(part, whole) if whole is not None else ():
+        if torch.equal(moved, ours):
+            return pattern
+    if whole is not None and _has_rows_of(whole, ours, differs, part):
+        return Pattern("reordered")
+    alike = math.isclose(measured.actual, measured.truth, rel_tol=1e-9)  # known sooner than their order
+    if alike and torch.equal(*(tensor.double().flatten().sort().values for tensor in (ours, theirs))):
+        return Pattern("reordered")
+    share, is_matrix = float(differs.double().mean()), len(part.shape) > 1
+    # Unrelated elements of one spread are apart by the square root of 2 times it. Vectors start as ones or zeros, so
+    # they are close to one another and right in part by chance.
+    if is_matrix and measured.apart < CLOSE * math.sqrt(2 * share) * measured.truth:
+        return Pattern("close")
+    return Pattern("part") if share < (0.9 if is_matrix else 0.5) else None
+
+
+def _computed(ours: Tensor, theirs: Tensor) -> Iterator[tuple[Pattern, Callable[[Tensor], Tensor]]]:
+    """Yield what may have been done to each element of the reference, with the numbers that are nearest to a sample.
+
+    A constant, such as the initial weight of a norm, is every other constant times or plus a number, or rounded.
+    """
+    yield Pattern("zeros"), torch.zeros_like
+    if ours.dtype in (torch.float32, torch.float64) and bool((ours != ours[0]).any()):
         for dtype in (torch.bfloat16, torch.float16):
-            if torch.equal(expected.to(dtype).to(actual.dtype), actual):
-                return str(dtype).removeprefix("torch."), bool((actual != actual[0]).any())
-    return "", False
+            rounded = Pattern("rounded", str(dtype).removeprefix("torch."))
+            yield rounded, lambda exact, dtype=dtype: exact.to(dtype).to(exact.dtype)  # type: ignore[misc]
+    if ours.numel() >= FEWEST and ours.dtype != torch.bool and bool((theirs != theirs[0]).any()):
+        actual, expected = ours.double(), theirs.double()
+        factor, shift = float(actual.dot(expected) / expected.dot(expected)), float((actual - expected).mean())
+        yield Pattern("times", f"{factor:.4g}"), lambda exact: exact.double() * factor
+        yield Pattern("plus", f"{shift:.3g}"), lambda exact: exact.double() + shift
+
+
+def _gives(pattern: Pattern, make: Callable[[Tensor], Tensor], ours: Tensor, theirs: Tensor, differs: Tensor) -> bool:
+    made = make(theirs)
+    if pattern.kind in ("times", "plus"):
+        actual = ours.double()
+        near = float(actual.abs().max()) * (2 * torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0)
+        return float((actual - made).abs().max()) <= near < CLOSE * float((actual - theirs.double()).abs().max())
+    return bool(torch.equal(torch.where(differs, made, ours) if pattern.kind == "rounded" else made, ours))
+
+
+def _moved(part: Part, whole: Tensor) -> Iterator[tuple[Pattern, Tensor]]:
+    """Yield the same part of the transposed tensor, and the parts of other places that have its sizes."""
+    if any(len(runs) != 1 for runs in part.regions):
+        return
+    own, shape = [slice(*runs[0]) for runs in part.regions], (math.prod(part.shape),) if part.flat else part.shape
+    whole = whole.reshape(shape)
+    if len(shape) > 1 and shape[-1] == shape[-2]:
+        yield Pattern("transposed"), whole.mT[tuple(own)]
+    sizes = [place.stop - place.start for place in own]
+    grid = product(*(range(0, size - step + 1, step) for size, step in zip(shape, sizes, strict=True)))
+    for starts in islice(grid, PLACES if sizes else 0):
+        place = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        yield Pattern("elsewhere"), whole[tuple(place)]
+
+
+def _has_rows_of(whole: Tensor, ours: Tensor, differs: Tensor, part: Part) -> bool:
+    """Return whether all wrong rows are rows of the ``whole`` tensor, or parts of rows in the same columns."""
+    if ours.ndim < 2 or len(part.regions[-1]) > 1:
+        return False
+    [columns] = part.regions[-1]
+    rows, places = whole[..., slice(*columns)].flatten(0, -2), differs.flatten(0, -2).any(1)
+    wrong = ours.flatten(0, -2)[places]
+    if not bool((rows == wrong[0]).all(1).any()) or torch.equal(wrong, torch.zeros_like(wrong)):
+        return False
+    ours_bits, bits = ({hash(row.numpy().tobytes()) for row in every.double()} for every in (wrong, rows))
+    return ours_bits <= bits
 
 
 def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:

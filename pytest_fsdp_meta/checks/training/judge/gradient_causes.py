@@ -77,7 +77,9 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
     """Explain a factor that is not a number of ranks."""
     if uneven := explain_uneven_backwards(view):
         return uneven
-    if factor in _numbers_of_labels(runs):
+    # With and without the first label of each row.
+    labels = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}.values()
+    if factor in {str(sum(numbers)) for numbers in zip(*labels, strict=True)}:
         return {
             "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
             "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
@@ -89,12 +91,6 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> 
     if shrinks and "train_step" in view.evidence.subject.declared:
         return _SCALED_BY_STEP
     return {"cause": CONSTANT, "remedy": _UNSCALED}
-
-
-def _numbers_of_labels(runs: Sequence[RankTraining]) -> set[str]:
-    """Return how many labels the first batch has, with and without the first of each row; empty if it has none."""
-    labels_of = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}
-    return {str(sum(numbers)) for numbers in zip(*labels_of.values(), strict=True)}
 
 
 def explain_other(view: View, name: str, cases: Cases) -> Explanation:

@@ -36,7 +36,7 @@ from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import global_batch, indivisible, loss_of, own_rows, rows_of_step
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, stepped_tensors
 from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.ranks.torch_private import step_hooks
@@ -133,7 +133,7 @@ class FirstBatchAgain:
 
         try:
             # Gradients that are not clipped follow: the reference, which makes no short step, has the same weights.
-            with beside.kept_schedule(optimizer), _kept_values(subject.model, weights=clips):
+            with beside.kept_schedule(optimizer), _kept_values(subject.model, optimizer if clips else None):
                 watched, self.memory = observe_step_memory(subject, run)
                 seen = watched or run(nullcontext())
         except (CallFailed, SubjectError) as error:
@@ -153,7 +153,8 @@ class FirstBatchAgain:
         beside: Beside = rank.state["beside"]
         for scale in (SMALL, SMALLEST):
             seen = _GradientsOfStep(subject.model, self.records["accumulated"], scale)
-            kept = _kept_values(subject.model, weights=scale == SMALL)  # the reference's are those before these steps
+            # The reference's weights are those before these steps.
+            kept = _kept_values(subject.model, optimizer if scale == SMALL else None)
             try:
                 with beside.kept_schedule(optimizer), kept:
                     for _ in range(2):
@@ -177,10 +178,13 @@ class FirstBatchAgain:
 
 
 @contextmanager
-def _kept_values(model: Module, weights: bool) -> Iterator[None]:
-    """Give the persistent buffers, and with ``weights`` the trainable parameters, their values back at the end."""
-    before = copy_shards(model) if weights else {}
+def _kept_values(model: Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Give the persistent buffers their values back at the end, and what the ``optimizer`` steps, if one is given."""
+    before = {} if optimizer is None else copy_shards(model)
     before |= {name: local_part(tensor).clone() for name, tensor in persistent_buffers(model)}
+    own = {id(parameter) for parameter in model.parameters()}
+    stepped = () if optimizer is None else stepped_tensors(optimizer)
+    copies = [(tensor, local_part(tensor).clone()) for tensor in stepped if id(tensor) not in own]
     try:
         yield
     finally:
@@ -190,6 +194,8 @@ def _kept_values(model: Module, weights: bool) -> Iterator[None]:
             for name, _, tensor in named_tensors(model):
                 if name in before and before[name].shape == local_part(parts.of(name, tensor).local).shape:
                     local_part(parts.of(name, tensor).local).copy_(before[name])
+            for tensor, value in copies:
+                local_part(tensor).copy_(value)
 
 
 class _GradientsOfStep(StepObserver):
