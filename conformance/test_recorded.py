@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,9 @@ from conformance import causes, recorded
 from fixtures.defects import DEFECTS
 from fixtures.forms import FORMS
 from fixtures.needs import lacking
+from pytest_fsdp_meta.catalogue import built_in, judge
+from pytest_fsdp_meta.judging.registry import OBSERVATIONS
+from pytest_fsdp_meta.judging.view import Selection
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,17 @@ def test_what_is_said_of_a_defect_was_graded(name):
     assert row["said"] == causes.say(name)
     assert row["cause"]
     assert row["grade"] in causes.GRADES[:-1]
+
+
+@pytest.mark.parametrize("name", [name for name in recorded.names() if name in DEFECTS])
+def test_causes_do_not_depend_on_what_else_is_selected(name):
+    evidence, catalogue = recorded.read(name), built_in()
+    for check in (check for check in catalogue if judge(check, evidence, catalogue).findings):
+        taken = catalogue.observations([check.id])
+        others = {name: None for name in OBSERVATIONS if name not in taken | {"inventory", "traces"}}
+        alone = judge(check, replace(evidence, **others), catalogue, Selection(frozenset({check.id})))
+        causes = {(one.tensor, one.actual): one.cause for one in judge(check, evidence, catalogue).findings}
+        assert [one for one in alone.findings if causes.get((one.tensor, one.actual), one.cause) != one.cause] == []
 
 
 def test_every_loader_was_recorded():
