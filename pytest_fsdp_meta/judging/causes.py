@@ -128,16 +128,10 @@ _SHUFFLED = either(
     "it was sliced along another dim than its placement, or its rows were reordered for another number of ranks",
     f"{_IN_PART['remedy']}, and the dim of the slice with the dim of the placement",
 )
-SWAPPED = either(
+OTHER_TENSOR = either(
     "it holds the values of another tensor: ",
-    "names were swapped (q and k, gate and up, a block and the next)",
-    "ranks read tensors in different orders",
-    "compare the names in the checkpoint with those of the modules, and match tensors by name, not by order",
-)
-ELSEWHERE = either(
-    "it holds the values of another tensor: ",
-    "names were mapped to others, or an index is off (a block and the next)",
-    "it is read by the number that the part has on this rank or stage, without the number of the first one there",
+    "names were swapped or mapped to others (q and k, gate and up), or an index is off (a block and the next)",
+    "ranks read tensors in different orders, or by the number that the part has on this rank or stage",
     "match tensors by their names in the whole model: add the number of the rank's or stage's first block or expert",
 )
 _ODD_WHOLE: Explanation = {

@@ -108,6 +108,9 @@ def test_a_state_dict_that_one_rank_gathers():
     own = replace(evidence, subject=replace(evidence.subject, declared=evidence.subject.declared | {"state_dict"}))
     assert verdict(NAMES, own).status == "passed"
     nowhere = again(own, "state_dict", (0, 1), keys=())
+    parameters = tuple(key for key in healthy().state_dict[0].keys if key != COUNTER)
+    [found] = verdict(NAMES, again(own, "state_dict", (0, 1), keys=parameters)).findings
+    assert (found.tensor, found.cause.startswith("state_dict() has no buffers")) == (COUNTER, True)
     for broken, ranks in ((evidence, (1,)), (nowhere, (0, 1))):
         assert {(f.ranks, f.actual) for f in verdict(NAMES, broken).findings} == {(ranks, "missing in the state dict")}
 
@@ -136,6 +139,9 @@ def test_a_tensor_that_loading_does_not_change():
     other = saved(layers__0__weight="other")
     found = verdict(ROUND_TRIP, replace(healthy(), restored=(replace(other, untouched=(MIDDLE,)), other)))
     assert [(f.ranks, "casts" in f.cause) for f in found.findings] == [((0,), False), ((1,), True)]
+    loaded = saved(layers__0__weight=healthy().inventory[0].by_name[MIDDLE].digest)
+    found = verdict(ROUND_TRIP, replace(healthy(), saved=(other, other), restored=(loaded, loaded)))
+    assert [f.cause.startswith("it has the values from before the training") for f in found.findings] == [True]
     # A tensor that was saved with the same values is restored.
     alike = replace(healthy(), restored=(replace(saved(), untouched=(MIDDLE,)),) * 2)
     assert verdict(ROUND_TRIP, alike).status == "passed"
@@ -274,6 +280,7 @@ def test_an_export_with_other_keys_or_values():
         (HEAD, (0,), "missing in the gathered state dict", "exported", ""),
         ("output.weight", (0,), "extra key in the gathered state dict: the reference has no such key", "", ""),
     ]
+    assert {"renames" in finding.cause for finding in verdict(EXPORTS, evidence).findings} == {True}
     evidence = replace(healthy(), export=Export(comparisons=(OTHER,)))
     assert [f.tensor for f in verdict(EXPORTS, evidence).findings] == [MIDDLE]
     # They are not compared with an unreproducible reference.

@@ -169,7 +169,7 @@ def test_the_values_of_a_tensor_of_another_rank_or_stage():
     other = evidence.inventory[0].by_name[EMBEDDING].digest
     (finding,) = verdict(PARAMS, change(evidence, MIDDLE, [1], digest=other)).findings
     assert finding.detail.endswith(f"; these are the values of {EMBEDDING}")
-    assert finding.cause_sharded.startswith("it holds the values of another tensor: it is read by the number")
+    assert finding.cause_sharded.startswith("it holds the values of another tensor: ranks read tensors")
 
 
 def test_tensors_that_are_wrong_in_the_same_way_are_not_exchanged():

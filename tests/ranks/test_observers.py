@@ -147,8 +147,7 @@ THIRDS = torch.arange(1, 9) / 3
 
 
 WHOLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-ONES, COUNTS = torch.ones(4), torch.arange(4)
-SCRAMBLED = torch.tensor([1, 2, 3, 0])
+COUNTS = torch.arange(4)
 
 
 @pytest.mark.parametrize(
@@ -156,25 +155,20 @@ SCRAMBLED = torch.tensor([1, 2, 3, 0])
     [
         (torch.zeros(8), THIRDS, "zeros"),
         (THIRDS.bfloat16().float(), THIRDS, "rounded bfloat16"),
-        (THIRDS.half().float(), THIRDS, "rounded float16"),
         (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "rounded bfloat16"),
         (torch.ones(8), torch.full((8,), 1.001), ""),  # of a constant, nothing is known
-        (2 * ONES, ONES, ""),
         (2 * THIRDS[:2], THIRDS[:2], ""),
         (THIRDS * 1.001, THIRDS, "times 1.001"),
         (-THIRDS, THIRDS, "times -1"),
         (THIRDS.bfloat16() * 1.5, THIRDS.bfloat16(), "times 1.5"),
         (THIRDS + 1, THIRDS, "plus 1"),
         (COUNTS + 1, COUNTS, "plus 1"),
-        (COUNTS == 1, COUNTS == 2, "reordered"),
         (THIRDS.flip(0), THIRDS, "reordered"),
-        (THIRDS[:2].flip(0), THIRDS[:2], "reordered"),
         (torch.cat([THIRDS[:5], -THIRDS[5:]]), THIRDS, "part"),
         (WHOLE.mT, WHOLE, "transposed"),
         (WHOLE[[1, 0, *range(2, 8)]], WHOLE, "reordered"),
         (WHOLE[[1, 1, *range(2, 8)]], WHOLE, "reordered"),
         (WHOLE + 1e-6 * WHOLE.mT, WHOLE, "close"),
-        (torch.cat([WHOLE[:4], 5 * WHOLE[4:]]), WHOLE, "part"),
         (WHOLE.sin().cos(), WHOLE, ""),
         (torch.full((8, 8), NAN), WHOLE, ""),
         (torch.view_as_complex(WHOLE.view(4, 8, 2)) * 2, torch.view_as_complex(WHOLE.view(4, 8, 2)), "times 2"),
@@ -193,7 +187,6 @@ def test_what_was_done_to_a_wrong_tensor_is_found_by_doing_it(tmp_path, actual, 
         (WHOLE.mT[4:], 4, False, "transposed"),
         (WHOLE[:4].flatten(), 4, True, "elsewhere"),
         (WHOLE[4:].flatten().flip(0), 4, True, "reordered"),
-        (2 * WHOLE[4:].flatten(), 4, True, "times 2"),
     ],
 )
 def test_what_was_done_to_a_wrong_shard(tmp_path, rows, start, flat, pattern):

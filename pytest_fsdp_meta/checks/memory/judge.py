@@ -276,7 +276,9 @@ def stacks_of(inventory: RankInventory) -> Iterator[Stack]:
 
 
 def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: Sequence[StepMemory]) -> Iterator[Finding]:
-    everyone = _has_tokens_of_others(view)
+    # Ranks with experts of their own may get more tokens than those of their rows.
+    meshes = (tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh)
+    everyone = bool(view.on_some_ranks) or any(splits_experts(dim) for mesh in meshes for dim in mesh.dims)
     runs = view.evidence.training or ()
     slices = [reference if everyone else reference[run.data_parallel[0] :][:1] or reference for run in runs]
     due = [sum(memory.kept or 0 for memory in own) for own in slices]
@@ -294,12 +296,6 @@ def _kept_too_much(view: View, ranks: Sequence[StepMemory], reference: Sequence[
         _largest_excess(ranks[worst], slices[worst], where),
         **(_KEPT_BY_STEP if "train_step" in view.evidence.subject.declared else _KEPT),
     )
-
-
-def _has_tokens_of_others(view: View) -> bool:
-    """Return whether ranks have experts of their own, to which they may get more tokens than those of their rows."""
-    meshes = (tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh)
-    return bool(view.on_some_ranks) or any(splits_experts(dim) for mesh in meshes for dim in mesh.dims)
 
 
 _KEPT: Explanation = {

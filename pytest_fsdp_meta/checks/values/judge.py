@@ -9,9 +9,8 @@ from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
 from pytest_fsdp_meta.judging.causes import (
-    ELSEWHERE,
+    OTHER_TENSOR,
     ROUNDING,
-    SWAPPED,
     ZEROS,
     Cases,
     common_pattern,
@@ -301,16 +300,16 @@ def _differences(
         if infinite or name not in subject.drawn_rows:
             found.pop(name, None)
     wrong = {name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()}
-    swapped = find_swapped(wrong)
     owners = _names_by_digest(view, [name for name, cases in wrong.items() if cases])
     elsewhere = {name: other for name, cases in wrong.items() if (other := _held_elsewhere(view, owners, name, cases))}
+    others = elsewhere | find_swapped(wrong)
     for name, pairs in found.items():
         original = renamed.get(name, name)
         if original in unusable:
             unstable.append(original)
         else:
             compared_with = source if original == name else f"{source}'s {original}"
-            yield from _difference(view, name, pairs, compared_with, swapped, elsewhere)
+            yield from _difference(view, name, pairs, compared_with, others.get(name, ""))
     if unstable:
         raise Unjudgeable(
             f"the reference is not reproducible: it {unusable[unstable[0]]} ({first_of(unstable)}); make it build the "
@@ -383,13 +382,8 @@ def _is_constant(comparison: Comparison) -> bool:
     return not measure.actual or math.isclose(measure.actual, abs(first) * math.sqrt(measure.elements), rel_tol=1e-6)
 
 
-def _difference(
-    view: View, name: str, pairs: Cases, source: str, swapped: Mapping[str, str], elsewhere: Mapping[str, str]
-) -> Iterator[Finding]:
-    """Report the ranks that differ in one tensor.
-
-    ``swapped`` and ``elsewhere`` map tensors to those whose values they hold: to wrong ones, or to any.
-    """
+def _difference(view: View, name: str, pairs: Cases, source: str, owner: str) -> Iterator[Finding]:
+    """Report the ranks that differ in one tensor, which may hold the values of the ``owner``, another one."""
     tensor = view.evidence.inventory[pairs[0][0]].by_name[name]
     rounding = ROUNDING.get(tensor.dtype, 0.0)
     off = [(rank, c) for rank, c in pairs if not c.equal]
@@ -402,18 +396,14 @@ def _difference(
             adapted = cases[0][1].shape is None and tensor.sharded_by
             yield Finding(name, ranks, problem, should_be, **(_ADAPTED if adapted else _SHAPE))
         else:
-            other = swapped.get(name) or elsewhere.get(name, "")
-            if common_pattern(cases)[0] in ("zeros", "rounded", "times", "plus"):
-                other = ""  # such as the frequencies of another block, which were rounded as well
+            # The frequencies of another block may have been rounded as well.
+            other = "" if common_pattern(cases)[0] in ("zeros", "rounded", "times", "plus") else owner
             detail = describe_difference(cases, tensor) + f"; these are the values of {other}" * bool(other)
             # Ranks where nothing was written say nothing about whether the other wrong ranks are exceptions.
             comparable = pairs if zero else [(rank, c) for rank, c in pairs if rank not in zeros]
             kept = name in view.evidence.subject.drawn_rows
-            if other:
-                explanation = SWAPPED if name in swapped else ELSEWHERE
-            else:
-                odd = len(cases) < len([c for _, c in comparable if c.elements])
-                explanation = explain_pattern(tensor, cases, odd)
+            odd = len(cases) < len([c for _, c in comparable if c.elements])
+            explanation = OTHER_TENSOR if other else explain_pattern(tensor, cases, odd)
             compared_with = source.replace(REFERENCE, WHOLE) if is_whole(tensor) else source
             actual = f"values{' outside the drawn rows' * kept} that differ from {compared_with}"
             yield Finding(name, ranks, actual, "", detail, **(_NOT_KEPT if kept and not other else explanation))

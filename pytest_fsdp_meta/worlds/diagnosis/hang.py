@@ -80,7 +80,9 @@ def rank_states(
     ``verb`` says what a rank did that is behind: it may not hang, but only be slow.
     """
     hung = {rank: whereabouts for rank, whereabouts in sorted(found.items()) if rank not in answered}
-    waiting = {rank: last for rank, whereabouts in hung.items() if (last := _awaited(whereabouts)) is not None}
+    flights = ((rank, whereabouts.flight) for rank, whereabouts in hung.items() if whereabouts.flight is not None)
+    open_calls = ((rank, [c for c in flight.collectives if not c.done]) for rank, flight in flights)
+    waiting = {rank: calls[-1] for rank, calls in open_calls if calls}
     behind = _behind(hung, waiting)
     ranks_by_text: dict[str, tuple[str, list[int]]] = {}
     for rank in sorted(hung, key=lambda rank: (rank not in behind, rank)):
@@ -95,11 +97,6 @@ def rank_states(
         rest = sorted(rank for state in states[MOST_STATES - 1 :] for rank in state.ranks)
         states[MOST_STATES - 1 :] = [RankState(tuple(rest), "were elsewhere")]
     return states
-
-
-def _awaited(whereabouts: Whereabouts) -> Collective | None:
-    collectives = () if whereabouts.flight is None else whereabouts.flight.collectives
-    return next((collective for collective in reversed(collectives) if not collective.done), None)
 
 
 def _behind(hung: Mapping[int, Whereabouts], waiting: Mapping[int, Collective]) -> set[int]:

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
     MOVED,
     describe_difference,
     equal_to_reference,
+    explain_lacking,
     is_equal,
 )
 from pytest_fsdp_meta.evidence import Comparison, Export
@@ -45,6 +46,10 @@ _UNTRAINED: Explanation = {
     "was 0 before are merged with another scale, or it returns copies from before",
     "remedy": "compare the exported weights with those that the forward uses, after a step; if averages are exported "
     "on purpose, skip this check with that reason",
+}
+_OTHER_NAMES: Explanation = {
+    "cause": "state_dict() or a hook renames, leaves out or adds names",
+    "remedy": f"export the reference's names; if it is another model's state dict, declare that model: {OWN}",
 }
 _OWN_SHARD: Explanation = {
     "cause": "state_dict() returns a rank's own shard",
@@ -88,10 +93,12 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             yield Finding(name, ranks, "state_dict() itself changes this frozen weight", "the same after it", **MOVED)
     for name in export.missing:
         if name not in renamed and view.judgeable(name):
-            yield Finding(name, (0,), "missing in the gathered state dict", "exported")
+            explanation = explain_lacking(view, export.missing) or _OTHER_NAMES
+            yield Finding(name, (0,), "missing in the gathered state dict", "exported", **explanation)
     for name in export.unexpected:
         if view.judgeable(name):
-            yield Finding(name, (0,), f"extra key in the gathered state dict: {source} has no such key", "")
+            actual = f"extra key in the gathered state dict: {source} has no such key"
+            yield Finding(name, (0,), actual, "", **_OTHER_NAMES)
     for name, dtype in export.rounded.items():
         expected = f"the dtype of {OWN}" if declared else _other_dtype(view, name, dtype)
         if expected and name in equal and view.judgeable(name):

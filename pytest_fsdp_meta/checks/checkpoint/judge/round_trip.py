@@ -105,14 +105,27 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
         for key in sorted(expected - keys - elsewhere[rank])
         if keys.isdisjoint(ties.get(key, ()))
     )
-    for name, ranks in ranks_by(missing).items():
+    lacking = ranks_by(missing)
+    explanation = explain_lacking(view, lacking)
+    for name, ranks in lacking.items():
         if view.judgeable(name):
-            yield Finding(name, ranks, "missing in the state dict", "saved under this name", condemns=(name,))
+            wanted = "saved under this name"
+            yield Finding(name, ranks, "missing in the state dict", wanted, condemns=(name,), **explanation)
     for name, ranks in ranks_by((rank, key) for rank, keys in clean for key in sorted(keys - expected)).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "extra key in the state dict: the reference has no such key", "")
 
 
+def explain_lacking(view: View, names: Iterable[str]) -> Explanation:
+    """Explain what a state dict of the author's lacks, if that is all buffers."""
+    kinds = {tensor.kind for name in names for _, tensor in view.holders(name)}
+    return _NO_BUFFERS if kinds == {"buffer"} and "state_dict" in view.evidence.subject.declared else {}
+
+
+_NO_BUFFERS: Explanation = {
+    "cause": "state_dict() has no buffers: it is made of named_parameters()",
+    "remedy": "make it of model.state_dict(), which has the persistent buffers as well",
+}
 _WRAPPED: Explanation = {
     "cause": "the state dict is taken from the wrapper that torch.compile, checkpoint_wrapper or FSDP1 put around it",
 }
@@ -179,7 +192,9 @@ def _not_restored(
             yield Finding(name, untouched, "not restored: loading does not change it", SAVED, **_UNTOUCHED)
         if others := tuple(rank for rank in ranks if rank not in untouched):
             owner = _kept_beside(view, {rank: after[rank].tensors[name] for rank in others})
-            explanation = _of_another(owner) if owner else _CHANGED
+            inventory = view.evidence.inventory
+            loaded = all(inventory[rank].by_name[name].digest == after[rank].tensors[name] for rank in others)
+            explanation = _of_another(owner) if owner else _AS_LOADED if loaded else _CHANGED
             yield Finding(name, others, "different values after loading", SAVED, **explanation)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
         ranks = _changed_on(key, [rank.extra for rank in before], [rank.extra for rank in after])
@@ -210,6 +225,11 @@ SAVED = "those of the model when it was saved"
 _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
+}
+_AS_LOADED: Explanation = {
+    "cause": "it has the values from before the training: save() writes copies that were made then, or resume() loads "
+    "the weights that the training began with",
+    "remedy": "read the parameters when save() is called, and load the checkpoint last",
 }
 MOVED: Explanation = {
     "cause": "it swaps, averages, merges or casts weights in place and does not put them back as they were, so the "

@@ -108,7 +108,8 @@ def first_step() -> FirstStep:
     # FSDP1 registers an empty parameter on a rank that holds nothing of it, which gets neither gradient nor state.
     stateless = sorted(names.get(id(p), "?") for p in trainable if p.numel() and not optimizer.state.get(p))
     # An optimizer without any state, such as plain SGD, lacks none.
-    unloadable = _describe_empty_group(optimizer) or _describe_empty_shard(subject, rank)
+    empty = [f"group {number}" for number, group in enumerate(optimizer.param_groups) if not group["params"]]
+    unloadable = f"{empty[0]} {_EMPTY}" if empty else _describe_empty_shard(subject, rank)
     return FirstStep(unloadable, tuple(stateless) if any(optimizer.state.values()) else ())
 
 
@@ -407,12 +408,7 @@ def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ..
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def _describe_empty_group(optimizer: Optimizer) -> str:
-    """Return which group of the optimizer torch cannot load; empty where it can load all."""
-    for number, group in enumerate(optimizer.param_groups):
-        if not group["params"]:
-            return f"group {number} of the optimizer is empty, and torch does not load the settings of an empty group"
-    return ""
+_EMPTY = "of the optimizer is empty, and torch does not load the settings of an empty group"
 
 
 def _describe_empty_shard(subject: Subject, rank: Rank) -> str:
