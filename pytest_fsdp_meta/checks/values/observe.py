@@ -15,13 +15,13 @@ from torch import Tensor
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, Element, Pattern, smallest
-from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts
+from pytest_fsdp_meta.evidence import Comparison, Measure, PartFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.assembly import record_parts
 from pytest_fsdp_meta.ranks.inventory import named_tensors
-from pytest_fsdp_meta.ranks.reference_record import Record, global_index, record_at
+from pytest_fsdp_meta.ranks.reference_record import Record, global_index, record_at, select
 from pytest_fsdp_meta.worlds import current, doing
 
 SLICE = 2**15
@@ -30,7 +30,7 @@ FEWEST = 4
 """Number of elements; fewer may have a common factor or shift by chance."""
 CLOSE = 0.25
 """Fraction of the distance of unrelated elements; what was computed in a lower precision is closer."""
-PLACES = 2**12
+PLACES = 2**10
 """Parts of other places to compare at most."""
 LARGEST = 2**28
 """Elements of a tensor that is read as a whole to look for a shard in other places."""
@@ -265,12 +265,13 @@ def _find_pattern(
     for pattern, make in _computed(sample[0], sample[1]):
         if _gives(pattern, make, *sample) and _gives(pattern, make, ours, theirs, differs):
             return pattern
-    for pattern, moved in _moved(part, whole) if whole is not None else ():
+    varied = ours.dtype != torch.bool and bool((ours != ours.flatten()[0]).any())  # a constant may be from anywhere
+    for pattern, moved in _moved(part, whole) if varied and whole is not None else ():
         if torch.equal(moved, ours):
             return pattern
-    if whole is not None and _has_rows_of(whole, ours, differs, part):
+    if varied and whole is not None and _has_rows_of(whole, ours, differs, part):
         return Pattern("reordered")
-    alike = math.isclose(measured.actual, measured.truth, rel_tol=1e-9)  # known sooner than their order
+    alike = varied and math.isclose(measured.actual, measured.truth, rel_tol=1e-9)  # known sooner than their order
     if alike and torch.equal(*(tensor.double().flatten().sort().values for tensor in (ours, theirs))):
         return Pattern("reordered")
     share, is_matrix = float(differs.double().mean()), len(part.shape) > 1
@@ -309,17 +310,20 @@ def _gives(pattern: Pattern, make: Callable[[Tensor], Tensor], ours: Tensor, the
 
 def _moved(part: Part, whole: Tensor) -> Iterator[tuple[Pattern, Tensor]]:
     """Yield the same part of the transposed tensor, and the parts of other places that have its sizes."""
-    if any(len(runs) != 1 for runs in part.regions):
-        return
-    own, shape = [slice(*runs[0]) for runs in part.regions], (math.prod(part.shape),) if part.flat else part.shape
+    shape = (math.prod(part.shape),) if part.flat else part.shape
     whole = whole.reshape(shape)
     if len(shape) > 1 and shape[-1] == shape[-2]:
-        yield Pattern("transposed"), whole.mT[tuple(own)]
-    sizes = [place.stop - place.start for place in own]
-    grid = product(*(range(0, size - step + 1, step) for size, step in zip(shape, sizes, strict=True)))
-    for starts in islice(grid, PLACES if sizes else 0):
-        place = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        yield Pattern("elsewhere"), whole[tuple(place)]
+        yield Pattern("transposed"), select(whole.mT, part.regions)
+    for regions in islice(product(*map(_places, part.regions, shape)), PLACES):
+        yield Pattern("elsewhere"), select(whole, regions)
+
+
+def _places(runs: Region, size: int) -> Iterator[Region]:
+    """Yield where other ranks hold runs as long as these: each is moved by a multiple of its length."""
+    for times in range(-PLACES, PLACES):
+        moved = tuple((start + times * (stop - start), stop + times * (stop - start)) for start, stop in runs)
+        if all(start >= 0 and stop <= size for start, stop in moved):
+            yield moved
 
 
 def _has_rows_of(whole: Tensor, ours: Tensor, differs: Tensor, part: Part) -> bool:
@@ -329,7 +333,7 @@ def _has_rows_of(whole: Tensor, ours: Tensor, differs: Tensor, part: Part) -> bo
     [columns] = part.regions[-1]
     rows, places = whole[..., slice(*columns)].flatten(0, -2), differs.flatten(0, -2).any(1)
     wrong = ours.flatten(0, -2)[places]
-    if not bool((rows == wrong[0]).all(1).any()) or torch.equal(wrong, torch.zeros_like(wrong)):
+    if not bool((rows == wrong[0]).all(1).any()):
         return False
     ours_bits, bits = ({hash(row.numpy().tobytes()) for row in every.double()} for every in (wrong, rows))
     return ours_bits <= bits

@@ -260,7 +260,10 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
             detail = "" if _equal_after_steps(runs, name, by_rank) else _describe_spread(by_rank)
             if detail and view.judgeable(name):
                 found.append((name, ranks, detail))
-    every = len(names) > 1 and names.keys() == {name for name, _, _ in found} and not _outside_fsdp(view, found)
+    unreduced = {name for name, _, _ in found}
+    managed = {t.name for rank in view.evidence.inventory for t in rank.tensors if t.managed is not None}
+    # Not where FSDP2 manages none of these and does manage others, such as frozen ones.
+    every = len(names) > 1 and names.keys() == unreduced and not (managed and managed.isdisjoint(unreduced))
     explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
     if every and (dims := _lacking_dims(view, found[0][0], runs[0].data_parallel[1])):
         explanation = _on_a_part_of_the_mesh(dims)
@@ -282,12 +285,6 @@ def _on_a_part_of_the_mesh(dims: str) -> Explanation:
     cause = f"the model is sharded on a mesh without {dims}, and nothing else reduces the gradients over it"
     remedy = f"pass a mesh with {dims} to fully_shard(): two dimensions mean hybrid sharding; or declare"
     return {"cause": cause, "remedy": f"{remedy} Subject(data_parallel=...) if ranks along {dims} see the same rows"}
-
-
-def _outside_fsdp(view: View, found: Iterable[tuple[str, tuple[int, ...], str]]) -> bool:
-    """Return whether FSDP2 manages none of these parameters, and does manage others, such as frozen ones."""
-    managed = {t.name for rank in view.evidence.inventory for t in rank.tensors if t.managed is not None}
-    return bool(managed) and managed.isdisjoint(name for name, _, _ in found)
 
 
 def _equal_after_steps(runs: Sequence[RankTraining], name: str, ranks: Iterable[int]) -> bool:

@@ -256,14 +256,10 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
             explanation = explanation or explain_hooks_left_out(view)
-            explanation = explanation or (_STEP if _same_settings(view, runs, name, ranks) else _SETTINGS)
+            theirs, held = view.reference.settings.get(name), [runs[rank].optimizer for rank in ranks]
+            same = theirs and all(facts is not None and facts.settings.get(name) == theirs for facts in held)
+            explanation = explanation or (_STEP if same else _SETTINGS)
             yield Finding(name, ranks, actual, limits.describe(alike_cases), detail, **explanation)
-
-
-def _same_settings(view: View, runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> bool:
-    """Return whether the parameter's group is known to have the reference's settings on these ranks."""
-    theirs, held = view.reference.settings.get(name), (runs[rank].optimizer for rank in ranks)
-    return bool(theirs) and all(facts is not None and facts.settings.get(name) == theirs for facts in held)
 
 
 def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Explanation:
