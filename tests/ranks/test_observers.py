@@ -155,8 +155,6 @@ WHOLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
         (torch.zeros(8), THIRDS, "zeros"),
         (THIRDS.bfloat16().float(), THIRDS, "rounded bfloat16"),
         (torch.cat([THIRDS[:4].bfloat16().float(), THIRDS[4:]]), THIRDS, "rounded bfloat16"),
-        (torch.ones(8), torch.full((8,), 1.001), ""),  # of a constant, nothing is known
-        (2 * THIRDS[:2], THIRDS[:2], ""),
         (-THIRDS, THIRDS, "times -1"),
         (THIRDS.bfloat16() * 1.5, THIRDS.bfloat16(), "times 1.5"),
         (THIRDS + 1, THIRDS, "plus 1"),
@@ -167,7 +165,6 @@ WHOLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
         (WHOLE[[1, 0, *range(2, 8)]], WHOLE, "reordered"),
         (WHOLE + 1e-6 * WHOLE.mT, WHOLE, "close"),
         (torch.full((8, 8), 2.0), WHOLE, ""),
-        (torch.full((8, 8), NAN), WHOLE, ""),
         (torch.view_as_complex(WHOLE.view(4, 8, 2)) * 2, torch.view_as_complex(WHOLE.view(4, 8, 2)), "times 2"),
     ],
 )
@@ -180,7 +177,6 @@ def test_what_was_done_to_a_wrong_tensor_is_found_by_doing_it(tmp_path, actual, 
     [
         (WHOLE[[1, 0, *range(2, 8)], :4], 0, False, "reordered"),
         (WHOLE[:4], 4, False, "elsewhere"),
-        (WHOLE[1:5], 4, False, "reordered"),  # not the part of any rank
         (WHOLE.mT[4:], 4, False, "transposed"),
         (WHOLE[:4].flatten(), 4, True, "elsewhere"),
     ],

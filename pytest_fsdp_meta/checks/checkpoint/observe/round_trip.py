@@ -393,7 +393,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         state,
         groups,
         frozen=frozen,
-        tied=_ties(parameters),
+        tied=_ties(subject.model, parameters),
         beside=beside.fingerprints(),
         rounded=beside.rounded(subject.model),
         plain=beside.plain(),
@@ -401,9 +401,10 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
     )
 
 
-def _ties(parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
+def _ties(model: Module, parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
-    keyed = ((memory_key(own_memory(parameter)), name) for name, parameter in parameters)
+    parts = parts_of(model)  # ZeRO-3 has an empty placeholder in each parameter, except where a forward has gathered it
+    keyed = ((memory_key(local_part(parts.of(name, parameter).local)), name) for name, parameter in parameters)
     names = grouped((key, name) for key, name in keyed if key is not None)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 

@@ -18,11 +18,11 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
 from pytest_fsdp_meta.checks.training.observe.given import give_state, set_values
-from pytest_fsdp_meta.checks.values.observe import own_values_of
+from pytest_fsdp_meta.checks.values.observe import all_equal, own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
-from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, plain
 from pytest_fsdp_meta.ranks.assembly import put_together
 from pytest_fsdp_meta.ranks.batches import requiring_parameters
 from pytest_fsdp_meta.ranks.bits import NOTICES, poisoned_memory, restore_defaults
@@ -175,5 +175,5 @@ def restore(model: Module, record: Record) -> None:
             values = record.read_whole(name) if name in record else tensor
             if values.shape != tensor.shape:
                 set_values(model, {name: values})
-            elif values is not tensor:
+            elif not all_equal(plain(tensor), values):  # to quantise them again would change them
                 without_repetition(tensor).copy_(without_repetition(values, tensor))
