@@ -404,7 +404,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
 def _ties(model: Module, parameters: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names whose shards on this rank are one memory; an empty shard has none."""
     parts = parts_of(model)  # ZeRO-3 has an empty placeholder in each parameter, except where a forward has gathered it
-    keyed = ((memory_key(local_part(parts.of(name, parameter).local)), name) for name, parameter in parameters)
+    keyed = ((memory_key(parts.of(name, parameter).local), name) for name, parameter in parameters)
     names = grouped((key, name) for key, name in keyed if key is not None)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
