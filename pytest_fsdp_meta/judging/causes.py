@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pytest_fsdp_meta.checks.values.facts import Pattern
@@ -32,6 +33,8 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation
     ``odd``: other ranks have the right values.
     """
     kind, by = common_pattern(cases)
+    if odd and kind in ("close", "part"):
+        return _ODD_IN_PART
     # Vectors start as ones or zeros, and buffers are computed, so that a part of them may be right by chance.
     if kind == "part" and (tensor.kind != "parameter" or len(tensor.shape) < 2):
         kind = ""
@@ -42,7 +45,8 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation
             return _ZERO_BUFFER
         return {**ZEROS, "remedy": _ODD_WHOLE["remedy"]} if odd else ZEROS
     if kind == "times":
-        of_factor = f"it is {whole(float(by), 1e-3) or by} times the expected value"
+        short = f"{float(by):.4g}"
+        of_factor = f"it is {whole(float(by), 1e-3) or (by if short == '1' else short)} times the expected value"
         if odd:
             return {**_ODD_IN_PART, "cause": f"{of_factor}, on these ranks alone: {_SCALED}"}
         return {"cause": f"{of_factor}: {_SCALED}", "remedy": _UNSCALED}
@@ -50,15 +54,15 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation
         explanation = _CENTRED if by in ("1", "-1") and tensor.kind == "parameter" else _SHIFTED
         shift = f"{by.removeprefix('-')} {'less' if by.startswith('-') else 'more'}"
         return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
-    if odd and kind in ("close", "part"):
-        return _ODD_IN_PART
     return PATTERNS.get(kind, _ODD_WHOLE if odd else {})
 
 
 def common_pattern(cases: Cases) -> tuple[str, str]:
-    """Return kind and number of the pattern of all these ranks; empty if they differ in it."""
-    patterns = {(c.pattern.kind, c.pattern.by) if c.pattern is not None else ("", "") for _, c in cases}
-    return patterns.pop() if len(patterns) == 1 else ("", "")
+    """Return kind and number of the pattern of all these ranks; empty if they differ in it by more than rounding."""
+    patterns = [(c.pattern.kind, c.pattern.by) if c.pattern is not None else ("", "") for _, c in cases]
+    kinds, numbers = {kind for kind, _ in patterns}, [by for kind, by in patterns if kind in ("times", "plus")]
+    alike = all(math.isclose(float(by), float(numbers[0]), rel_tol=0.01) for by in numbers)
+    return patterns[0] if len(kinds) == 1 and alike and (numbers or len(set(patterns)) == 1) else ("", "")
 
 
 def is_zero(comparison: Comparison) -> bool:

@@ -34,7 +34,7 @@ from pytest_fsdp_meta.reports.schema import (
     TracedStep,
     Traffic,
 )
-from pytest_fsdp_meta.text import as_bytes, first_of, grouped
+from pytest_fsdp_meta.text import as_bytes, counted, first_of, grouped
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -63,8 +63,8 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}
     steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
     alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
-    one_rate = {"one rate": (f"{steps[0][0]:.4g} in all {len(steps)} steps",)} if alike else {}
-    return again | one_rate | _hidden(evidence)
+    rates = (", ".join(f"{rate:.4g}" for rate in steps[0]) + f" in {counted(len(steps), 'step')}",) if alike else ()
+    return again | ({"one rate": rates} if rates else {}) | _hidden(evidence)
 
 
 def _hidden(evidence: Evidence) -> dict[str, tuple[str, ...]]:

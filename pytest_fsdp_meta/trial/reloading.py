@@ -126,7 +126,8 @@ class AllObservations(ObservationRun):
 
     def _export_trained(self) -> tuple[float | str, ...]:
         """Export what was trained, where the author does."""
-        if "state_dict" in self.subject.declared and self.seen.training and not self._checkpoints:
+        declared = "state_dict" in self.subject.declared and not exported_in_parts(self.inventory, self.subject)
+        if declared and self.seen.training and not self._checkpoints:
             self._trained = tuple(self.loads.run_first(state_dict.export_trained, str(self.folder)))
         return self._trained
 
@@ -219,14 +220,15 @@ class AllObservations(ObservationRun):
         exports = self.loads.run_second(state_dict.export, folder, from_parts)
         path, plain = self._path_of("export_reference", reference.record_export_reference), self._reference_path
         found = run_on(self.reference_world, state_dict.compare_export, folder, path, exports, plain * declared)[0]
+        if from_parts and self.seen.training and "state_dict" in self.subject.declared:
+            return replace(found, no_losses="it is put together from parts")
         if not self._trained:
             return found
         loaded = tuple(own.loss for own in exports)
         computed = run_on(self.reference_world, state_dict.losses_of_exported, self._recipe, folder, declared)
         losses, rounding = computed[0]
-        unknown = [loss for loss in (*loaded, *self._trained, *losses) if isinstance(loss, str)]
-        if from_parts or unknown:
-            return replace(found, no_losses="it is put together from parts" if from_parts else unknown[0])
+        if unknown := [loss for loss in (*loaded, *self._trained, *losses) if isinstance(loss, str)]:
+            return replace(found, no_losses=unknown[0])
         live, known = (tuple(map(float, loaded)), tuple(map(float, self._trained))), tuple(map(float, losses))
         return replace(found, live=live, losses=known, rounding=rounding)
 

@@ -316,7 +316,7 @@ def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
     assert notes_on(replace(evidence, collectives=(RankCollectives(()),))) == {}
 
 
-@pytest.mark.parametrize(("rates", "said"), [((0.1, 0.1), "0.1 in all 2 steps of t.py::test_x"), ((0.1, 0.2), "")])
+@pytest.mark.parametrize(("rates", "said"), [((0.1, 0.1), "0.1 in 2 steps of t.py::test_x"), ((0.1, 0.2), "")])
 def test_a_schedule_that_keeps_one_rate_was_not_compared(rates: tuple[float, ...], said: str) -> None:
     evidence = declare(healthy(), declared=frozenset({"scheduler"}))
     runs = tuple(replace(run, rates=tuple((rate,) for rate in rates)) for run in evidence.training or ())

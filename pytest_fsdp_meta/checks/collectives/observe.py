@@ -138,7 +138,8 @@ class Recorder:
         given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))
         inputs = [] if op == "barrier" else list(tensors_in(next((given[n] for n in INPUTS if n in given), None)))
-        by_fsdp = not self._steps and any(self._is_fsdp(op, tensor) for tensor in inputs)
+        known = {ref.cdata for ref in self._fsdp_buffers.get(op, ())}
+        by_fsdp = not self._steps and any(StorageWeakRef(t.untyped_storage()).cdata in known for t in inputs)
         if by_fsdp and op == "reduce_scatter":
             self._mark_as_fsdp("all_reduce", given.get("output_tensor"))  # HSDP reduces it again, over the replicas
         facts = Collective(
@@ -203,10 +204,6 @@ class Recorder:
     def _mark_as_fsdp(self, op: str, buffers: Any) -> None:
         refs = self._fsdp_buffers.setdefault(op, [])
         refs += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(buffers)]
-
-    def _is_fsdp(self, op: str, tensor: Tensor) -> bool:
-        own = StorageWeakRef(tensor.untyped_storage()).cdata
-        return any(ref.cdata == own for ref in self._fsdp_buffers.get(op, ()))
 
     def _find_copies(self, inputs: Sequence[Tensor]) -> tuple[str, ...]:
         """Return the known parameters that equal an input bit by bit; a single repeated value proves no copy."""

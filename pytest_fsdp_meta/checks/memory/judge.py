@@ -69,7 +69,9 @@ def _oversized(rank: RankInventory) -> Iterator[tuple[str, Mismatch, str]]:
     known = (t for t in rank.tensors if t.backing is not None and t.backing_bytes and not t.sharded_by)
     behind = grouped((tensor.backing, tensor) for tensor in known)
     total = sum(tensors[0].backing_bytes for tensors in behind.values())
-    sizes = [(tensors, tensors[0].backing_bytes, _needed(tensors)) for tensors in behind.values()]
+    # Tied ones count once, and FSDP2 pads shards to equal sizes.
+    due = [{t.storage or t.name: t.width * max(t.numel, _padded(t)) for t in own} for own in behind.values()]
+    sizes = [(own, own[0].backing_bytes, sum(tied.values())) for own, tied in zip(behind.values(), due, strict=True)]
     needed_in_all = sum(needed for _, _, needed in sizes)
     large = [(tensors, kept, needed) for tensors, kept, needed in sizes if kept > SLACK * needed]
     # Alignment explains a small excess of one storage; over many shards of a small model it adds up.
@@ -86,11 +88,6 @@ def _oversized(rank: RankInventory) -> Iterator[tuple[str, Mismatch, str]]:
 def _cut(tensor: TensorFacts) -> bool:
     """Return whether the tensor is a parameter and the rank holds only a part of it."""
     return tensor.kind == "parameter" and tensor.numel < prod(tensor.shape)
-
-
-def _needed(tensors: list[TensorFacts]) -> int:
-    """Return the bytes that the tensors in a storage need; tied ones count once, FSDP2 pads shards to equal sizes."""
-    return sum({t.storage or t.name: t.width * max(t.numel, _padded(t)) for t in tensors}.values())
 
 
 def _padded(tensor: TensorFacts) -> int:

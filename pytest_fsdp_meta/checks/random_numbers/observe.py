@@ -90,7 +90,8 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
         out = func(*args, **kwargs)
         for number, shape in drawn.items():
             self._apply(number, operand, out)
-            if any(_repeats_over_rows(shape, other) for other in shapes):
+            # It repeats over the rows of an operand.
+            if any(s and s[0] > 1 and (len(shape) < len(s) or shape[0] == 1) for s in shapes):
                 self.draws[number] = replace(self.draws[number], for_all_rows=True)
         return out
 
@@ -188,11 +189,6 @@ class DrawsWithoutDropout:
         yield
         if before:
             self._drew = bool(changed_generators(before, read_states(self._device)))
-
-
-def _repeats_over_rows(drawn: torch.Size, operand: torch.Size) -> bool:
-    rows = operand[0] if operand else 1
-    return rows > 1 and (len(drawn) < len(operand) or drawn[0] == 1)
 
 
 def _address(tensor: Tensor) -> int:

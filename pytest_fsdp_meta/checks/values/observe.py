@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
@@ -226,7 +227,7 @@ def _compare(
     measured, pattern = None, None
     if whole is not None:
         measured = measure(ours, theirs, elements=actual.numel())
-        pattern = _find_pattern(ours, theirs, differs, measured, part, whole())
+        pattern = _find_pattern((ours, theirs, differs), measured, part, whole)
     # Different integers differ by at least one, but large ones may be equal in float64.
     least = 0.0 if ours.is_floating_point() else 1.0
     ours, theirs = ours.double(), theirs.double()
@@ -254,21 +255,26 @@ def _compare(
 
 
 def _find_pattern(
-    ours: Tensor, theirs: Tensor, differs: Tensor, measured: Measure, part: Part, whole: Tensor | None
+    tensors: tuple[Tensor, Tensor, Tensor], measured: Measure, part: Part, read_whole: Callable[[], Tensor | None]
 ) -> Pattern | None:
-    """Make each candidate of the reference's slice ``theirs``, and return the one that equals ``ours``.
+    """Make each candidate of the reference's slice, the second tensor, and return the one that equals the first.
 
-    Those that are computed are tried on a sample first. Parts of other places are read from the ``whole`` tensor.
+    The third says which elements differ. What is computed is tried on a sample first.
     """
+    ours, theirs, differs = tensors
     first = int(differs.flatten().int().argmax())
-    sample = [tensor.flatten()[first : first + SLICE] for tensor in (ours, theirs, differs)]
-    for pattern, make in _computed(sample[0], sample[1]):
-        if _gives(pattern, make, *sample) and _gives(pattern, make, ours, theirs, differs):
-            return pattern
+    sample = [tensor.flatten()[first : first + SLICE] for tensor in tensors]
+    tried = (p for p, make in _computed(*sample) if all(_gives(p, make, *all_) for all_ in (sample, tensors)))
+    computed = next(tried, None)
+    if computed is not None and computed.kind != "plus":  # as do the parts of positions
+        return computed
     varied = ours.dtype != torch.bool and bool((ours != ours.flatten()[0]).any())  # a constant may be from anywhere
-    for pattern, moved in _moved(part, whole) if varied and whole is not None else ():
+    whole = read_whole() if varied else None
+    for pattern, moved in _moved(part, whole) if whole is not None else ():
         if torch.equal(moved, ours):
             return pattern
+    if computed is not None:
+        return computed
     if varied and whole is not None and _has_rows_of(whole, ours, differs, part):
         return Pattern("reordered")
     alike = varied and math.isclose(measured.actual, measured.truth, rel_tol=1e-9)  # known sooner than their order
@@ -282,20 +288,21 @@ def _find_pattern(
     return Pattern("part") if share < (0.9 if is_matrix else 0.5) else None
 
 
-def _computed(ours: Tensor, theirs: Tensor) -> Iterator[tuple[Pattern, Callable[[Tensor], Tensor]]]:
+def _computed(ours: Tensor, theirs: Tensor, differs: Tensor) -> Iterator[tuple[Pattern, Callable[[Tensor], Tensor]]]:
     """Yield what may have been done to each element of the reference, with the numbers that are nearest to a sample.
 
     A constant, such as the initial weight of a norm, is every other constant times or plus a number, or rounded.
     """
     yield Pattern("zeros"), torch.zeros_like
-    if ours.dtype in (torch.float32, torch.float64) and bool((ours != ours[0]).any()):
+    if ours.dtype in (torch.float32, torch.float64) and bool((ours[differs] != ours[differs][0]).any()):
         for dtype in (torch.bfloat16, torch.float16):
             rounded = Pattern("rounded", str(dtype).removeprefix("torch."))
             yield rounded, lambda exact, dtype=dtype: exact.to(dtype).to(exact.dtype)  # type: ignore[misc]
-    if ours.numel() >= FEWEST and ours.dtype != torch.bool and bool((theirs != theirs[0]).any()):
+    vary = all(bool((tensor != tensor[0]).any()) for tensor in (ours, theirs))
+    if ours.numel() >= FEWEST and ours.dtype != torch.bool and vary:
         actual, expected = ours.double(), theirs.double()
         factor, shift = float(actual.dot(expected) / expected.dot(expected)), float((actual - expected).mean())
-        yield Pattern("times", f"{factor:.4g}"), lambda exact: exact.double() * factor
+        yield Pattern("times", f"{factor:.7g}"), lambda exact: exact.double() * factor
         yield Pattern("plus", f"{shift:.3g}"), lambda exact: exact.double() + shift
 
 
@@ -327,16 +334,16 @@ def _places(runs: Region, size: int) -> Iterator[Region]:
 
 
 def _has_rows_of(whole: Tensor, ours: Tensor, differs: Tensor, part: Part) -> bool:
-    """Return whether all wrong rows are rows of the ``whole`` tensor, or parts of rows in the same columns."""
-    if ours.ndim < 2 or len(part.regions[-1]) > 1:
+    """Return whether the wrong rows are different rows of the ``whole`` tensor, or parts of those in these columns."""
+    if ours.ndim < 2 or not ours.dtype.is_signed or len(part.regions[-1]) > 1:  # torch 2.9 indexes no uint16
         return False
     [columns] = part.regions[-1]
     rows, places = whole[..., slice(*columns)].flatten(0, -2), differs.flatten(0, -2).any(1)
     wrong = ours.flatten(0, -2)[places]
     if not bool((rows == wrong[0]).all(1).any()):
         return False
-    ours_bits, bits = ({hash(row.numpy().tobytes()) for row in every.double()} for every in (wrong, rows))
-    return ours_bits <= bits
+    held, known = (Counter(hash(row.numpy().tobytes()) for row in every.double()) for every in (wrong, rows))
+    return held <= known
 
 
 def whole_index(part: Part, local: Sequence[int]) -> tuple[int, ...]:

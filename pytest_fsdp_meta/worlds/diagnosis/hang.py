@@ -150,13 +150,10 @@ def describe(flights: Mapping[int, Flight | None], returned: Collection[int] = (
             if rank in known
         }
         silent = [rank for rank in group.ranks if rank not in known]
-        lines += [f"in {_title(group, len(flights))}:", *_group_lines(recent, silent, returned)]
+        ranks = f" of {name_ranks(group.ranks)}" if len(group.ranks) < len(flights) else ""
+        title = group.title if group.title.startswith("the ") else f"group {group.title}".rstrip()
+        lines += [f"in {title}{ranks}:", *_group_lines(recent, silent, returned)]
     return "\n".join(lines)
-
-
-def _title(group: Group, size: int) -> str:
-    ranks = f" of {name_ranks(group.ranks)}" if len(group.ranks) < size else ""
-    return f"{group.title}{ranks}" if group.title.startswith("the ") else f"group {group.title}".rstrip() + ranks
 
 
 def _group_lines(recent: Mapping[int, History], silent: Sequence[int], returned: Collection[int]) -> list[str]:

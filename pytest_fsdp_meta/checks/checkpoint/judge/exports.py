@@ -137,7 +137,7 @@ def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
         trained = [replace(run, losses=(own,)) for run, own in zip(runs, ranks, strict=True)]
         [live] = global_losses(replace(view.evidence, training=tuple(trained)))
         if not math.isfinite(live):
-            return  # loss_parity reports it
+            return  # update_parity reports it
         differs = relative_distance((loss,), (live, *reference), 0) > allowed
         if ranks is export.live[0] and differs:  # on purpose, perhaps: without the rows that pad a vocabulary
             reason = f"as loaded, its loss is {loss:.6g}, and that of the model {live:.6g}"

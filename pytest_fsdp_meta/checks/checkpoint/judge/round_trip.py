@@ -117,9 +117,9 @@ def state_dict_names_clean(view: View) -> Iterable[Finding]:
 
 
 def explain_lacking(view: View, names: Iterable[str]) -> Explanation:
-    """Explain what a state dict of the author's lacks, if that is all buffers."""
-    kinds = {tensor.kind for name in names for _, tensor in view.holders(name)}
-    return _NO_BUFFERS if kinds == {"buffer"} and "state_dict" in view.evidence.subject.declared else {}
+    """Explain what a state dict of the author's lacks, if those are all buffers, and no others."""
+    buffers = {t.name for t in view.evidence.inventory[0].tensors if t.kind == "buffer" and t.persistent}
+    return _NO_BUFFERS if buffers == {*names} and "state_dict" in view.evidence.subject.declared else {}
 
 
 _NO_BUFFERS: Explanation = {

@@ -127,7 +127,7 @@ def export(folder: str, from_parts: Collection[str] = ()) -> RankExport:
         {name: facts_of(part) for name, part in held.items()},
         record_parts(exported, _own_file(rank, folder)) if from_parts else {},
         changed,
-        "" if subject.state_dict is None else first_loss(subject, batch_slice(subject, own)),
+        "" if subject.state_dict is None or from_parts else first_loss(subject, batch_slice(subject, own)),
     )
 
 
@@ -143,7 +143,7 @@ def export_trained(folder: str) -> float | str:
 def first_loss(subject: Subject, place: tuple[int, int]) -> float | str:
     """Return the loss of a slice of the first batch, without dropout, or why it is not computed."""
     if subject.batch is None or has_stages(current()):
-        return "the model is split into stages"
+        return "there is no batch, or the model is split into stages"
     try:
         with comparable_modes(subject.model), torch.no_grad():
             return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))

@@ -58,7 +58,10 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     places = grouped((rank.data_parallel[0], (number, rank)) for number, rank in enumerate(epoch.ranks) if rank.loader)
     size = epoch.ranks[0].data_parallel[1]
     differing = [*_differing(places, size)]
-    split = differing and _splits_sequences(view) and not _share_rows(places)
+    # Ranks of one data-parallel index that see the same row do not hold parts of it.
+    rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
+    shared = any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
+    split = differing and _splits_sequences(view) and not shared
     found = differing if differing and not split else [*_ending_early(places)]
     yield from found
     if found:
@@ -103,12 +106,6 @@ def _splits_sequences(view: View) -> bool:
     meshes = [t.mesh.dims for rank in view.evidence.inventory for t in rank.tensors if t.mesh is not None]
     dims = {dim for dims in (tuple(name for name, _ in view.evidence.world.mesh), *meshes) for dim in dims}
     return any(splits_sequence(dim) for dim in dims if dim is not None)
-
-
-def _share_rows(places: Places) -> bool:
-    """Return whether some ranks of one data-parallel index see the same row, so that they do not hold parts of it."""
-    rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
-    return any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
 
 
 def _wrong_second_epoch(

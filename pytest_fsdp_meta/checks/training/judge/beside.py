@@ -44,7 +44,9 @@ def beside_parity(view: View) -> Iterable[Finding]:
             "the reference keeps no tensors of it: give Subject(beside=...) a function of the model, such as a class "
             "that averages its parameters and has them in its state_dict()"
         )
-    untrained = [name for name, pairs in cases.items() if _moves_here_alone(pairs)]
+    measures = {name: [c.measure for _, c in pairs if c.measure is not None] for name, pairs in cases.items()}
+    # What moves here alone.
+    untrained = [name for name, own in measures.items() if any(m.actual for m in own) and not any(m.truth for m in own)]
     if len(untrained) == len(cases):
         raise Differs(f"{first_of(untrained)} moves, but does not in the reference, {_HOW_IT_IS_UPDATED}")
     limits = limits_of(view, "updates")
@@ -132,11 +134,6 @@ FOLLOWED = 0.1
 _KEEP_FLOAT = "keep it in float32, and cast it where it is evaluated or exported"
 _NO_COUNTERPART = "the reference keeps nothing of that name, so this was not compared"
 _HOW_IT_IS_UPDATED = "where only update_parameters(model) or update(model) of an object is called after each step"
-
-
-def _moves_here_alone(pairs: Sequence[tuple[int, Comparison]]) -> bool:
-    measures = [c.measure for _, c in pairs if c.measure is not None]
-    return bool(measures) and not any(m.truth for m in measures) and any(m.actual for m in measures)
 
 
 def _describe_movement(cases: Sequence[tuple[int, Comparison]], limits: Limits) -> tuple[str, str, str]:

@@ -58,7 +58,7 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     yield from _wrongly_held(view, optimizers)
     yield from _otherwise_set(view, optimizers)
     # Of an optimizer that is passed as an object, the reference copies the groups with their mistakes.
-    known = list(optimizers[0][1].settings.values())
+    known = list({name: own for _, optimizer in optimizers for name, own in optimizer.settings.items()}.values())
     told = [key for key in SETTINGS if len({own.get(key) for own in known}) > 1] or ["weight_decay"]
     groups = Counter(", ".join(f"{key}={own.get(key)}" for key in told) for own in known)
     if groups:
