@@ -177,5 +177,5 @@ def restore(model: Module, record: Record) -> None:
             values = record.read_whole(name)
             if values.shape != tensor.shape:
                 set_values(model, {name: values})
-            elif not all_equal(plain(tensor), values):  # to quantise them again would change them
+            elif plain(tensor) is tensor or not all_equal(plain(tensor).cpu(), values):  # quantised again, it changes
                 without_repetition(tensor).copy_(without_repetition(values, tensor))
