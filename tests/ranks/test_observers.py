@@ -160,7 +160,7 @@ WHOLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
         (torch.arange(4) + 1, torch.arange(4), "plus 1"),
         (torch.cat([THIRDS[:5], -THIRDS[5:]]), THIRDS, "part"),
         (torch.tensor([1.0, 1.0, 0.3, 0.7]), torch.tensor([1.001, 1.002, 0.3, 0.7]), ""),  # only 1 may be rounded
-        (torch.ones(64).bfloat16(), (0.45 + 0.003 * WHOLE.flatten()).bfloat16(), ""),  # a constant is no multiple
+        (torch.ones(64).bfloat16(), (0.45 + 0.003 * WHOLE.flatten()).bfloat16(), ""),  # ours is constant
         (torch.cat([WHOLE[:6], WHOLE[:1], WHOLE[:1]]), WHOLE, "part"),  # a row that is there once
         (WHOLE.mT, WHOLE, "transposed"),
         (WHOLE[[1, 0, *range(2, 8)]], WHOLE, "reordered"),

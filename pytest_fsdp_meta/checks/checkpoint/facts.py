@@ -200,7 +200,7 @@ class Export:
     rounding: float = 0.0
     """How much the dtypes of the export may change a loss, relatively."""
     no_losses: str = ""
-    """Why there are no losses of an export after training, although a check compares it."""
+    """Why the losses were not computed, although there was a training; empty if they were, or if there was none."""
 
 
 @dataclass(frozen=True)

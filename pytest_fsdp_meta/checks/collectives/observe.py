@@ -138,8 +138,8 @@ class Recorder:
         given = operator_arguments(func, args, kwargs)
         group = process_group(next(given[name] for name in GROUPS if name in given))
         inputs = [] if op == "barrier" else list(tensors_in(next((given[n] for n in INPUTS if n in given), None)))
-        known = {ref.cdata for ref in self._fsdp_buffers.get(op, ())}
-        by_fsdp = not self._steps and any(StorageWeakRef(t.untyped_storage()).cdata in known for t in inputs)
+        storages = () if self._steps else {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in inputs}
+        by_fsdp = any(ref.cdata in storages for ref in self._fsdp_buffers.get(op, ()))
         if by_fsdp and op == "reduce_scatter":
             self._mark_as_fsdp("all_reduce", given.get("output_tensor"))  # HSDP reduces it again, over the replicas
         facts = Collective(

@@ -264,9 +264,9 @@ def _find_pattern(
     ours, theirs, differs = tensors
     first = int(differs.flatten().int().argmax())
     sample = [tensor.flatten()[first : first + SLICE] for tensor in tensors]
-    tried = (p for p, make in _computed(*sample) if all(_gives(p, make, *all_) for all_ in (sample, tensors)))
+    tried = (p for p, make in _computed(*sample) if all(_gives(p, make, *of) for of in (sample, tensors)))
     computed = next(tried, None)
-    if computed is not None and computed.kind != "plus":  # as do the parts of positions
+    if computed is not None and computed.kind != "plus":  # the positions of another rank are these plus a number, too
         return computed
     varied = ours.dtype != torch.bool and bool((ours != ours.flatten()[0]).any())  # a constant may be from anywhere
     whole = read_whole() if varied else None

@@ -47,7 +47,7 @@ def write_page(report: Report, path: Path, comparison: Comparison | None = None,
 
 def render(report: Report, comparison: Comparison | None = None, problem: str = "") -> str:
     """Return the page as text."""
-    # The page's own scripts are one strict function, so that their names are no properties of the window.
+    # The page's own scripts are one strict function, so that their names do not become properties of the window.
     styles, scripts = _joined(STYLES), f'(() => {{\n"use strict";{_joined(SCRIPTS)}}})();\n'
     early = _joined(("templates/early.js",))
     page = build_view(report)

@@ -91,10 +91,10 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
     for name, ranks in ranks_by(changed).items():
         if view.judgeable(name):
             yield Finding(name, ranks, "state_dict() itself changes this frozen weight", "the same after it", **MOVED)
+    lacking = explain_lacking(view, export.missing) or _OTHER_NAMES
     for name in export.missing:
         if name not in renamed and view.judgeable(name):
-            explanation = explain_lacking(view, export.missing) or _OTHER_NAMES
-            yield Finding(name, (0,), "missing in the gathered state dict", "exported", **explanation)
+            yield Finding(name, (0,), "missing in the gathered state dict", "exported", **lacking)
     for name in export.unexpected:
         if view.judgeable(name):
             actual = f"extra key in the gathered state dict: {source} has no such key"

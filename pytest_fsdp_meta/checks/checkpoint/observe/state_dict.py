@@ -143,7 +143,7 @@ def export_trained(folder: str) -> float | str:
 def first_loss(subject: Subject, place: tuple[int, int]) -> float | str:
     """Return the loss of a slice of the first batch, without dropout, or why it is not computed."""
     if subject.batch is None or has_stages(current()):
-        return "there is no batch, or the model is split into stages"
+        return "the model is split into stages, or batch is not declared"
     try:
         with comparable_modes(subject.model), torch.no_grad():
             return scalar(loss_of(subject, rows_of_step(subject, 0, place, current().device)))

@@ -59,9 +59,9 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     size = epoch.ranks[0].data_parallel[1]
     differing = [*_differing(places, size)]
     # Ranks of one data-parallel index that see the same row do not hold parts of it.
-    rows = [[set(rank.rows) for _, rank in ranks] for ranks in places.values()]
-    shared = any(not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
-    split = differing and _splits_sequences(view) and not shared
+    rows = ([set(rank.rows) for _, rank in ranks] for ranks in places.values())
+    shared = (not mine.isdisjoint(theirs) for ranks in rows for mine, theirs in combinations(ranks, 2))
+    split = differing and _splits_sequences(view) and not any(shared)
     found = differing if differing and not split else [*_ending_early(places)]
     yield from found
     if found:

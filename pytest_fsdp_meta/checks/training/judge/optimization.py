@@ -59,8 +59,8 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     yield from _otherwise_set(view, optimizers)
     # Of an optimizer that is passed as an object, the reference copies the groups with their mistakes.
     known = list({name: own for _, optimizer in optimizers for name, own in optimizer.settings.items()}.values())
-    told = [key for key in SETTINGS if len({own.get(key) for own in known}) > 1] or ["weight_decay"]
-    groups = Counter(", ".join(f"{key}={own.get(key)}" for key in told) for own in known)
+    shown = [key for key in SETTINGS if len({own.get(key) for own in known}) > 1] or ["weight_decay"]
+    groups = Counter(", ".join(f"{key}={own.get(key)}" for key in shown) for own in known)
     if groups:
         counts = (f"{counted(number, 'parameter')} with {settings}" for settings, number in groups.items())
         raise Noted(f"{kind}: {'; '.join(counts)}")

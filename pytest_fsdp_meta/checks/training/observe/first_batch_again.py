@@ -184,7 +184,7 @@ def _kept_values(model: Module, optimizer: Optimizer | None) -> Iterator[None]:
     before |= {name: local_part(tensor).clone() for name, tensor in persistent_buffers(model)}
     own = {id(parameter) for parameter in model.parameters()}
     stepped = () if optimizer is None else stepped_tensors(optimizer)
-    copies = [(tensor, local_part(tensor).clone()) for tensor in stepped if id(tensor) not in own]
+    copies = [(tensor, local_part(tensor).to("cpu", copy=True)) for tensor in stepped if id(tensor) not in own]
     try:
         yield
     finally:
