@@ -242,15 +242,27 @@ def add_precision(view: View, explanation: Explanation, more: str = "") -> Expla
     return extend(explanation, more, sharper)
 
 
-def explain_hooks_left_out(view: View) -> Explanation:
-    """Return the cause and remedy if the reference steps without a hook of the loader's optimizer, else {}."""
+def explain_plain_reference(view: View) -> Explanation:
+    """Return the cause and remedy if the reference lacks an optimizer's hook, or what train_step unfreezes; else {}."""
     left_out = view.reference.hooks_left_out
     if not left_out:
-        return {}
+        return _explain_unfrozen(view)
     return {
         "cause": f"the optimizer has a step hook that the reference does not run ({first_of(left_out)})",
         "remedy": "let the hook use the model, its parameters, the optimizer and meshes only, without methods of "
         "FSDP2; or declare optimizer=lambda parameters: ... and register a hook there that runs on both",
+    }
+
+
+def _explain_unfrozen(view: View) -> Explanation:
+    held = {t.name: t.requires_grad for t in view.evidence.inventory[0].tensors}
+    after = [run.after for run in (view.evidence.training or ())[:1] if run.after is not None]
+    changed = [t.name for own in after for t in own.tensors if t.requires_grad != held.get(t.name, t.requires_grad)]
+    if not changed:
+        return {}
+    return {
+        "cause": f"train_step freezes or unfreezes {first_of(changed)}, which the reference's plain training does not",
+        "remedy": "declare optimizer=lambda model: ... and do it there, in a step hook, which runs on both",
     }
 
 

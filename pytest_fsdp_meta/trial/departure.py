@@ -103,10 +103,11 @@ def _measure(
         factors = run_on(world, on_ranks.noise.record_noise, str(folder))[0]
     except WorldError as error:
         return Noise(problem=error.summary, ended=True), {}
-    # The noise of one number varies much, and grows slowly with the steps.
+    # The noise of one number varies much, and grows slowly with the steps; but no update is in the first loss.
     largest = max((loss for noise in found for loss in noise.losses), default=0.0)
+    first = min(largest, 10 * max((noise.losses[0] for noise in found if noise.losses), default=0.0))
     whole = Noise(
-        losses=tuple(largest for _ in reference.losses or ()),
+        losses=tuple(largest if step else first for step, _ in enumerate(reference.losses or ())),
         norm=max(noise.norm for noise in found),
         own_norm=max(noise.own_norm for noise in found),
     )

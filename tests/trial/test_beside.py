@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fixtures.forms_beside import PlainAverage, halve_each_step, local
 from tests.trial.test_train_step import build, judged, load, plain_step
+from tests.trial_help import loss
 
 CHECKS = ("update_parity", "beside_parity", "beside_round_trip", "resume_parity")
 
@@ -160,6 +162,21 @@ def test_averages_within_another_dict():
         f"ema.shadow.{n}.{kind}" for n in (0, 2) for kind in ("weight", "bias")
     }
     assert all(finding.actual.startswith(("moves 1.1", "changes differently")) for finding in findings), findings
+
+
+def test_a_grad_scaler_that_a_function_builds():
+    """Its update() takes no model, and the reference scales nothing."""
+
+    def step(model, optimizer, batch, beside):
+        found, scaler = loss(model, batch), beside["scaler"]
+        scaler.scale(found).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return found
+
+    found = judged(step, ["update_parity", "beside_round_trip"], beside={"scaler": lambda model: GradScaler("cpu")})
+    assert {one.status for one in found.values()} == {"passed"}, found
 
 
 def test_an_average_that_only_the_step_knows_how_to_update():

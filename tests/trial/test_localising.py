@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import DTensor
 
 from fixtures.localised import FSDP, IN_BFLOAT16, MESHES, MISPLACED, TP, WIDTH, Decoder, Norm, batch, build, load, loss
 from pytest_fsdp_meta import Subject
@@ -527,8 +528,15 @@ def test_a_later_step_that_departs_neither_by_its_batch_nor_its_weights_has_no_s
     assert find_place(evidence.traces) is None
 
 
-def test_the_modules_of_a_loader_with_a_step_of_its_own():
-    """The forward alone is traced: the step may do anything with the model and its optimizer."""
+@pytest.mark.parametrize("refusing", [False, True])
+def test_the_modules_of_a_loader_with_a_step_of_its_own(refusing):
+    """The forward alone is traced: the step may do anything with the model, and need no Subject(loss=...) on ranks."""
+
+    def declared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = loss(model, batch)
+        if refusing and isinstance(next(model.parameters()), DTensor):
+            raise IndexError("this rank has a part of the vocabulary only")
+        return found
 
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
         total = torch.zeros(())
@@ -543,15 +551,14 @@ def test_the_modules_of_a_loader_with_a_step_of_its_own():
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    right = observe(partial(load, train_step=train_step, optimizer=sgd), localise=True)
+    own = partial(load, train_step=train_step, optimizer=sgd, loss=declared)
+    right = observe(own, localise=True)
     assert origins(right) == {}
     assert right.traces is not None
     assert all(trace.forward and not trace.backward and not trace.problem for trace in right.traces)
     assert find_place(right.traces) is None
     defect = MISPLACED["other_activation"]
-    [(check, [origin])] = origins(
-        observe(partial(load, break_it=defect.break_it, train_step=train_step, optimizer=sgd))
-    ).items()
+    [(check, [origin])] = origins(observe(partial(own, break_it=defect.break_it))).items()
     assert check == "loss_parity"
     assert without_numbers(origin) == defect.says.format(ranks="ranks 0, 1")
 

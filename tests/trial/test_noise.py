@@ -214,7 +214,8 @@ def test_the_dtype_of_a_frozen_weight_does_not_count():
 @pytest.mark.nightly
 def test_the_dtype_of_the_reduction_excuses_no_forward():
     evidence = observe(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    assert noise_of(evidence).losses[0] < 1e-3  # of the last step, after updates by rounded gradients
+    first, *later = noise_of(evidence).losses
+    assert first < 1e-4 < max(later)  # after updates by rounded gradients
     assert statuses(evidence) == {"passed"}
 
 

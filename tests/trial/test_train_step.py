@@ -446,26 +446,42 @@ def test_a_loss_in_chunks_goes_back_to_the_output_first():
     assert {id: verdict.status for id, verdict in found.items()} == dict.fromkeys(found, "passed"), found
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_a_layer_that_a_step_unfreezes_needs_a_group(added):
+@pytest.mark.parametrize("by", ["step", "step, group", "hook"])
+def test_a_layer_that_is_unfrozen_needs_a_group_and_a_reference_that_does_so_too(by):
     def build_frozen() -> nn.Sequential:
         model = build()
         model[0].requires_grad_(False)
         return model
 
+    def unfreeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if by != "step" and not model[0].weight.requires_grad:
+            optimizer.add_param_group({"params": [*model[0].parameters()]})
+        model[0].requires_grad_(True)
+
+    def with_hook(model: nn.Module) -> torch.optim.Optimizer:
+        made = adam(parameter for parameter in model.parameters() if parameter.requires_grad)
+        made.register_step_post_hook(lambda optimizer, *_: unfreeze(model, optimizer))
+        return made
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        found = plain_step(model, optimizer, batch)
+        if by != "hook":
+            unfreeze(model, optimizer)
+        return found
+
     def load(fsdp: Rank) -> Subject:
-        def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
-            found = plain_step(model, optimizer, batch)
-            if added and not model[0].weight.requires_grad:
-                optimizer.add_param_group({"params": [*model[0].parameters()]})
-            model[0].requires_grad_(True)
-            return found
-
         model = fully_shard(build_frozen(), mesh=fsdp.mesh)
-        return Subject(model, reference=build_frozen, batch=batch, loss=loss, train_step=step, optimizer=adam)
+        optimizer: Any = with_hook if by == "hook" else adam
+        return Subject(model, reference=build_frozen, batch=batch, loss=loss, train_step=step, optimizer=optimizer)
 
-    checks = ["optimizer_owns_parameters", "frozen_weights_stay_frozen"]
+    checks = ["optimizer_owns_parameters", "frozen_weights_stay_frozen", "loss_parity"]
     found = judge_all(observe(load, checks), checks)
-    findings = [(one.tensor, one.actual) for check in checks for one in found[check].findings]
+    findings = [(one.tensor, one.actual) for check in checks[:2] for one in found[check].findings]
     alone = "unfrozen by a step, and in no group of AdamW"
-    assert findings == ([] if added else [("0.weight", alone), ("0.bias", alone)])
+    assert findings == ([("0.weight", alone), ("0.bias", alone)] if by == "step" else [])
+    causes = [one.cause for one in found["loss_parity"].findings]
+    assert causes == (
+        ["train_step freezes or unfreezes 0.weight and 1 more, which the reference's plain training does not"]
+        if by == "step, group"
+        else []
+    ), found["loss_parity"]

@@ -35,7 +35,7 @@ from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
-from pytest_fsdp_meta.worlds import SEED, current, doing
+from pytest_fsdp_meta.worlds import SEED, CallFailed, current, doing
 
 
 class NotTraceable(Exception):
@@ -145,10 +145,11 @@ def _by_rank(value: str) -> bool:
 def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int], watcher: Watcher) -> tuple[str, ...]:
     """Run forward and backward of the step as the training does; return the modules that draw random numbers.
 
-    Raises what the watching raised.
+    Raises what the watching raised. The loss of an author's own step may need what only that step puts together, such
+    as the parts of a vocabulary: if only the forward is looked at, the loss may raise after it.
     """
     model, device = subject.model, current().device
-    watch = ModuleWatch(model, watcher, device)
+    watch, returned = ModuleWatch(model, watcher, device), list[None]()
     drop_gradients(model)
     if subject.train_step is None:
         train_model(model)
@@ -156,8 +157,12 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
         batch = rows_of_step(subject, traced.step, rows, device)
         seed_all(SEED + traced.step)
         backward = traced.backward and any(parameter.requires_grad for parameter in model.parameters())
-        with torch.set_grad_enabled(backward):
-            loss = loss_of(subject, batch)
+        with torch.set_grad_enabled(backward), model.register_forward_hook(lambda *_: returned.append(None)):
+            try:
+                loss = loss_of(subject, batch)
+            except CallFailed:
+                if traced.backward or not returned:
+                    raise
         if backward:
             loss.backward()
     if watch.problem:

@@ -17,7 +17,7 @@ from pytest_fsdp_meta.judging.gates import (
     comparable_training,
     describe_difference,
     describe_own_changes,
-    explain_hooks_left_out,
+    explain_plain_reference,
     require_given,
     require_no_other_cause,
     require_same_forward,
@@ -193,7 +193,7 @@ def _findings(view: View, runs: Sequence[RankTraining], wrong: Mapping[str, Case
             )
             evaluated = any(name in run.buffers.by_evaluation for run in runs)
             explanation = _IN_EVALUATION if evaluated else _explain_factor(view, runs, name, factor)
-            explanation = explanation or explain_hooks_left_out(view) or _OTHER_ROWS
+            explanation = explanation or explain_plain_reference(view) or _OTHER_ROWS
             yield Finding(name, ranks, f"{change} {when}", "the same change", "", **explanation)
 
 

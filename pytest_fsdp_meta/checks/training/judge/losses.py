@@ -16,7 +16,7 @@ from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     add_precision,
     comparable_training,
-    explain_hooks_left_out,
+    explain_plain_reference,
     explain_uneven_backwards,
     format_losses,
     global_losses,
@@ -179,7 +179,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
         other = add_precision(view, _STATE_BETWEEN_STEPS)
-        return uneven or explain_hooks_left_out(view) or other
+        return uneven or explain_plain_reference(view) or other
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     by_step = "train_step" in view.evidence.subject.declared

@@ -15,7 +15,7 @@ from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
     BEFORE_UPDATES,
     comparable_training,
-    explain_hooks_left_out,
+    explain_plain_reference,
     explain_uneven_backwards,
     global_losses,
     require_no_other_cause,
@@ -255,7 +255,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             ranks = tuple(rank for rank, _ in alike_cases)
             explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
-            explanation = explanation or explain_hooks_left_out(view)
+            explanation = explanation or explain_plain_reference(view)
             theirs, held = view.reference.settings.get(name), [runs[rank].optimizer for rank in ranks]
             same = theirs and all(facts is not None and facts.settings.get(name) == theirs for facts in held)
             explanation = explanation or (_STEP if same else _SETTINGS)

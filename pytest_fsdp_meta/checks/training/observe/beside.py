@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -270,7 +271,8 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
                 f"{name!r} returned {type(built).__name__}, but should return an object with state_dict() and "
                 "load_state_dict()",
             )
-    compared = frozenset(name for name in objects if not is_stateful(subject.beside[name]))
+    made = {name: kept for name, kept in objects.items() if not is_stateful(subject.beside[name])}
+    compared = frozenset(name for name, kept in made.items() if not isinstance(kept, GradScaler))  # no average
     begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
     return Beside(scheduler, objects, compared, begun, subject.model)
 
