@@ -176,7 +176,8 @@ def load_and_measure(fsdp, path, folder, load):
     if fsdp.simulated:
         return loaded
     model, optimizer, meter = loaded.model, torch.optim.AdamW(loaded.model.parameters(), foreach=True), Measure()
-    rows = own_rows(few_tokens(0), 0, loaded.data_parallel or place_on_mesh(fsdp), fsdp.device)
+    sliced = own_rows(few_tokens(0), 0, loaded.data_parallel or place_on_mesh(fsdp), fsdp.device)
+    rows = {key: tensor.clone() for key, tensor in sliced.items()}  # a view would hold the rows of all ranks
     meter.after(None, (), [local_part(t) for t in (*model.parameters(), *model.buffers(), *rows.values())])
     ends = []
     with watching(meter), noting_resizes(meter):
