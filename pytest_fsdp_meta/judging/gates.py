@@ -221,19 +221,16 @@ def format_losses(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6f}" for loss in losses)
 
 
-def add_precision(view: View, explanation: Explanation, more: str = "") -> Explanation:
-    """Add to a cause that the loader computes in another dtype than the reference, if it does.
-
-    Add as well why the noise of the reference is unknown, if it could not be measured; and ``more`` before both.
-    """
+def add_precision(view: View, explanation: Explanation) -> Explanation:
+    """Add to a cause that the loader computes in another dtype than the reference, and why noise is unknown, if so."""
     problem = next((run.noise.problem for run in view.evidence.training or () if run.noise is not None), "")
     own = {t.dtype for t in view.reference_inventory.tensors if t.kind == "parameter" and t.dtype in LOSS_TOLERANCE}
-    sharper = ""
+    sharper = more = ""
     if own and (computed := [dtype for dtype in view.evidence.computes_in if dtype not in own]):
         policy = view.evidence.inventory[0].computes_in
         how = "the mixed-precision policy" if set(computed) <= set(policy) else "torch.autocast"
         sharper = f"; without {how}, this check sees smaller differences, and names their cause better"
-        more += (
+        more = (
             f"; the loader computes in {' and '.join(computed)} ({how.removeprefix('the ')}), the reference in "
             f"{' and '.join(sorted(own))}"
         )

@@ -22,7 +22,6 @@ from pytest_fsdp_meta.plugin.outcomes import FailureLine, Outcome, outcome_of
 from pytest_fsdp_meta.plugin.pickling import Unsendable, pack_call, pack_drawn
 from pytest_fsdp_meta.plugin.preloading import refresh
 from pytest_fsdp_meta.plugin.settings import runs_nothing
-from pytest_fsdp_meta.reports.evenness import evenness_of
 from pytest_fsdp_meta.reports.run_records import ItemContext, with_later_error
 from pytest_fsdp_meta.reports.schema import CheckRecord, LoaderRecord
 from pytest_fsdp_meta.reports.sizes import sizes_of
@@ -185,8 +184,7 @@ class LoaderItem(RanksItem, pytest.Function):
         if evidence.world.simulated:
             loader = replace(loader, sizes=sizes_of(evidence))
         else:
-            evenness = evenness_of(evidence.world, evidence.inventory, evidence.training)
-            loader = replace(loader, evenness=evenness, notes=notes_on(evidence))
+            loader = replace(loader, notes=notes_on(evidence))
         if self.plugin.settings.report:
             loader = replace(loader, summary=summarise(evidence))
         return replace(context, loader=loader, describes_loader=True)

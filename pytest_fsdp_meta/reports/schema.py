@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
-from pytest_fsdp_meta.checks.structure.facts import Dims
 from pytest_fsdp_meta.checks.tracing.facts import AGREES, DEPARTS
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.text import counted
@@ -216,15 +214,6 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The collectives, in order, of ranks that issued the same ones: while loading and in one training step."""
-
-    ranks: tuple[int, ...]
-    loading: tuple[Collective, ...]
-    step: tuple[Collective, ...] = ()
-
-
-@dataclass(frozen=True)
 class TracedRow:
     """One call of a module in a traced step, or the first of ``calls`` successive ones.
 
@@ -290,7 +279,6 @@ class Summary:
 
     tensors: tuple[TensorRecord, ...] = ()
     losses: Curves | None = None
-    traffic: tuple[Traffic, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     """In rank order."""
     model_bytes: int = 0
@@ -302,22 +290,6 @@ class Summary:
     """None if no step was traced, or the ranks ran different modules."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Observation -> why it was not taken."""
-
-
-@dataclass(frozen=True)
-class Evenness:
-    """Whether the mesh divides every sharded dim into equal shards, and the smallest number of ranks that would not."""
-
-    even: bool
-    ranks: int
-    """The size of the smallest world in which one mesh dimension would divide some sharded dim unevenly."""
-    tensors: tuple[str, ...] = ()
-    """The tensors that it would divide unevenly, each with its size: "lm_head.weight (64 on dim 0)"."""
-    rows: int = 0
-    """How many rows a batch needs on that number of ranks, as many on each as now; 0 if that of now divides, or is not
-    known."""
-    mesh: Dims = ()
-    """The mesh of that world."""
 
 
 UNKNOWN = WorldFacts(0, (), "", "")
@@ -337,10 +309,9 @@ class LoaderRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Activity -> seconds, in the order in which activities began."""
     summary: Summary | None = None
-    evenness: Evenness | None = None
-    """None if nothing is sharded."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What no check fails for -> where: what the model's values or sizes hide, and needless traffic."""
+    """What no check fails for -> where: what the model's values or sizes hide, and needless traffic. Of "even shards",
+    nothing says that this loader has uneven ones."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""
     loads: int = 1

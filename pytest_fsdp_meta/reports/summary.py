@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.judge import load_limits
-from pytest_fsdp_meta.checks.sharding.facts import is_expert
+from pytest_fsdp_meta.checks.sharding.facts import is_expert, sharded_dim
 from pytest_fsdp_meta.checks.tracing.facts import AGAIN_INPUT, AGAIN_OUTPUT, INPUT, OUTPUT, RankTrace
 from pytest_fsdp_meta.checks.tracing.judge import (
     AGREE,
@@ -32,7 +32,6 @@ from pytest_fsdp_meta.reports.schema import (
     TracedPhase,
     TracedRow,
     TracedStep,
-    Traffic,
 )
 from pytest_fsdp_meta.text import as_bytes, counted, first_of, grouped
 
@@ -47,7 +46,6 @@ def summarise(evidence: Evidence) -> Summary:
     return Summary(
         tensors=tuple(_tensors(evidence.inventory)),
         losses=_curves(evidence),
-        traffic=tuple(_traffic(evidence.collectives or ())),
         memory=evidence.memory or (),
         model_bytes=max((whole for whole, _ in limits), default=0),
         load_budget=max((budget for _, budget in limits), default=0),
@@ -57,14 +55,28 @@ def summarise(evidence: Evidence) -> Summary:
 
 
 def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
-    """Return ``LoaderRecord.notes``, which the terminal shows for a loader without failures."""
+    """Return ``LoaderRecord.notes``."""
     resent = [sent for rank in evidence.collectives or () for one in rank.loading for sent in one.resent]
     names, size = list(dict(resent)), sum(nbytes for _, nbytes in resent)
     again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}
     steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
     alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
     rates = (", ".join(f"{rate:.4g}" for rate in steps[0]) + f" in {counted(len(steps), 'step')}",) if alike else ()
-    return again | ({"one rate": rates} if rates else {}) | _hidden(evidence)
+    return again | ({"one rate": rates} if rates else {}) | _even_shards(evidence.inventory[0]) | _hidden(evidence)
+
+
+def _even_shards(inventory: RankInventory) -> dict[str, tuple[str, ...]]:
+    """Return what is sharded evenly, with its size; () if anything is sharded unevenly."""
+    parts: Counter[tuple[str, int]] = Counter()
+    for tensor in inventory.tensors:
+        sizes = tensor.mesh.shape if tensor.mesh is not None and tensor.kind == "parameter" else ()
+        for dim, size in zip(map(sharded_dim, tensor.placements or ()), sizes, strict=False):
+            if dim is not None and tensor.shape[dim]:
+                key = f"{tensor.name} ({tensor.shape[dim]} on dim {dim})", tensor.shape[dim]
+                parts[key] = size * (parts[key] or 1)
+    sharded = tuple(name for (name, _), size in parts.items() if size > 1)
+    even = not any(whole % size for (_, whole), size in parts.items())
+    return {"even shards": sharded if even else ()} if sharded else {}
 
 
 def _hidden(evidence: Evidence) -> dict[str, tuple[str, ...]]:
@@ -149,18 +161,6 @@ def _curves(evidence: Evidence) -> Curves | None:
         reference=(evidence.reference.losses or ()) if evidence.reference else (),
         tolerance=loss_tolerances(evidence),
     )
-
-
-def _traffic(collectives: Iterable[RankCollectives]) -> Iterable[Traffic]:
-
-    def alike(issued: RankCollectives) -> str:
-        # Ranks in other parts of the mesh use other process groups. Only the size of the group counts here.
-        parts = issued.loading, issued.step or ()
-        return repr([[(c.op, c.dtype, c.shapes, c.tensors, c.reduction, len(c.ranks)) for c in part] for part in parts])
-
-    for held in grouped((alike(issued), (rank, issued)) for rank, issued in enumerate(collectives)).values():
-        first = held[0][1]
-        yield Traffic(tuple(rank for rank, _ in held), first.loading, first.step or ())
 
 
 NAMES = {AGREE: "agrees", UNKNOWN: "not compared", BETWEEN: "in between", DEPART: "departs"}

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.structure.facts import describe_mesh
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -59,6 +58,7 @@ MOST_ACTIVITIES = 3
 """Activities named in the line of a loader."""
 MOST_CAUSES = 20
 NOTES = {
+    "even shards": "every shard was even, so padding was not tested; try a number of ranks that does not divide {}",
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
     "random, in the reference and in its checkpoint",
     "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
@@ -184,34 +184,14 @@ def _describe_story(label: str, story: Story) -> Iterator[Styled]:
 
 def describe_unseen(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
     """Yield a line for each thing that no check could see, because of the sizes and values of the models."""
-    yield from _describe_evenness(loaders)
-    yield from _describe_notes(loaders)
-
-
-def _describe_evenness(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
-    """Yield the smallest number of ranks that would divide a shard unevenly, if none of the run was uneven."""
-    known = [(loader, loader.evenness) for loader in loaders if loader.evenness is not None]
-    if not known or not all(evenness.even for _, evenness in known):
-        return
-    loader, first = min(known, key=lambda pair: pair[1].ranks)
-    mesh = f" ({describe_mesh(first.mesh)})" if len(first.mesh) > 1 else ""
-    batch = f", with a batch of {first.rows} rows," if first.rows else ""
-    yield (
-        f"every shard was even, so padding was not tested; {first.ranks} ranks{mesh}{batch} would divide "
-        f"{first_of(list(map(printable, first.tensors)))} of {printable(loader.loader)} unevenly"
-    )
-
-
-def _describe_notes(loaders: Sequence[LoaderRecord]) -> Iterator[str]:
-    """Yield a line for each kind of note on loaders without failures."""
     clean = [loader for loader in loaders if not how_many(count_kinds([loader]), BAD)]
     for kind, text in NOTES.items():
         blind = [
             f"{first_of(list(map(printable, loader.notes[kind])))} of {printable(loader.loader)}"
             for loader in clean
-            if kind in loader.notes
+            if loader.notes.get(kind)
         ]
-        if blind:
+        if blind and all(loader.notes.get(kind, True) for loader in loaders):  # () where another loader has seen it
             yield text.format(first_of(blind))
 
 

@@ -170,6 +170,22 @@ def trace_step(
         return _left_out(runs, step, f"{alone}{first.message}")
 
 
+def compare_objective(evidence: Evidence, world: World, folder: Path) -> tuple[RankTraining, ...]:
+    """Return the runs with what ``Subject(loss=...)`` makes of the rows of the author's first step, if known."""
+    runs, inventory = evidence.training or (), evidence.inventory
+    numbers = {len(run.first_backward.pieces) if run.first_backward is not None else 0 for run in runs}
+    trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
+    # Ranks that run unlike numbers of forwards may wait for each other.
+    if len(numbers) > 1 or 0 in numbers or _unknown(evidence, trained) or not world.alive:
+        return runs
+    observe, given = on_ranks.traces.observe_objective, (trained, str(folder))
+    try:
+        found = world.call(observe, given, doing=on_ranks.doing_in(observe), unanimous_outcomes=REFUSED)
+    except WorldError:  # the ranks may be unable to compute it, as with parts of a vocabulary
+        return runs
+    return tuple(replace(run, objective=objective) for run, objective in zip(runs, found, strict=True))
+
+
 def _left_out(runs: Sequence[RankTraining], step: int, problem: str) -> tuple[RankTrace, ...]:
     return tuple(RankTrace(run.data_parallel, step=step, problem=problem) for run in runs)
 

@@ -22,7 +22,7 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
-from pytest_fsdp_meta.trial.departure import departing_step, departs, trace_step, with_noise
+from pytest_fsdp_meta.trial.departure import compare_objective, departing_step, departs, trace_step, with_noise
 from pytest_fsdp_meta.trial.giving import Giving, Loads
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, no_training_declared, odd_model
 from pytest_fsdp_meta.trial.on_ranks import run_on
@@ -222,6 +222,8 @@ class ObservationRun(TableRun):
         worlds = self.world, self.reference_world
         with self.taken.stopwatch.timing("localising"):
             self.see(traces=trace_step(evidence, self._recipe, *worlds, self.folder, step or 0))
+            if step == 0:
+                self.see(training=compare_objective(evidence, self.world, self.folder))
 
     def _collect_collectives(self) -> tuple[RankCollectives, ...]:
         if self.seen.training is None:

@@ -159,13 +159,6 @@ def test_shares_of_the_loss_add_up():
     assert verdict(PARITY, declare(shares, loss_over_ranks="sum")).status == "passed"
 
 
-def test_a_step_that_divides_by_the_count_of_the_global_batch():
-    shares = with_losses(healthy(), *SHARES)
-    [finding] = verdict(PARITY, declare(shares, declared=shares.subject.declared | {"train_step"})).findings
-    assert "train_step divides it by the count of the global batch" in finding.cause
-    assert finding.remedy.startswith("if grad_parity fails as well, multiply the loss by 2 before backward()")
-
-
 @pytest.mark.parametrize(("mesh", "parts"), [(TP, 1), (CP, 2), (FLATTENED, 2), (OWN_NAME, 2)])
 def test_tensor_parallel_ranks_compute_one_share_together_and_those_of_a_sequence_their_own(mesh, parts):
     curves = (tuple(loss / parts for loss in SHARES[rank // 2]) for rank in range(4))

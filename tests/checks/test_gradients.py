@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.checks.training.facts import FirstBackward
 from pytest_fsdp_meta.evidence import Accumulation, Comparison, Element, Evidence, Measure, SmallerWorld
 from tests.checks.evidence_factory import (
     COUNTER,
@@ -83,10 +84,6 @@ def test_a_factor_equal_to_a_number_of_ranks_is_explained():
         "divided once too often (4 is the number of data-parallel ranks)"
     )
     assert "constant that the reference does not have" in cause_of(remeasured(healthy(2), MIDDLE, 3.0))
-    # Each of two slices has 8 labels, 6 if those of the first tokens do not count.
-    assert cause_of(remeasured(healthy(2), MIDDLE, 12.0)).startswith(
-        "the loss is summed over the 12 labels of the batch"
-    )
     parallel = replace(healthy(2), world=replace(healthy(2).world, mesh=(("dp_shard", 2), ("tp", 4))))
     assert "(4 is the number of ranks along tp)" in cause_of(remeasured(parallel, MIDDLE, 4.0))
     assert "the loss does not depend on it" in cause_of(remeasured(healthy(2), MIDDLE, 0.0))
@@ -430,38 +427,40 @@ def test_a_batch_that_cannot_be_split():
     assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
 
 
+UNKNOWN = "train_step takes gradients of another loss than Subject(loss=...), of other rows, or scales"
+
+
 @pytest.mark.parametrize(
-    ("factor", "cause"),
+    ("bound", "factor", "scales", "cause"),
     [
-        (2.0, "their norm is 1, and max_grad_norm is 0.5: train_step clips to another bound or by another norm, or "),
-        (3.0, "their norm is 1.5, as before clipping: train_step does not clip to max_grad_norm=0.5"),
+        (
+            0.5,
+            3.0,
+            (1.0, 1.0),
+            "train_step leaves gradients as they are after the last backward, and clipping to max_grad",
+        ),
+        (
+            0.5,
+            2.0,
+            (2 / 3, 2 / 3),
+            "train_step scales gradients by 0.667 after the last backward, and clipping to max_gr",
+        ),
+        (0.5, 2.0, (1 / 3, 2 / 3), "ranks scale their gradients unlike each other (0.333 to 0.667)"),
+        (0.5, 3.0, (1 / 3, 1 / 3), UNKNOWN),
+        (
+            None,
+            0.4,
+            (0.4, 0.4),
+            "train_step scales gradients by 0.4 after the last backward, and the reference does not",
+        ),
+        (None, 0.4, (2**-16, 2**-16), UNKNOWN),
+        (None, 0.4, (), UNKNOWN),
     ],
 )
-def test_gradients_that_are_not_clipped_as_declared(factor, cause):
+def test_what_scales_the_gradients_after_the_last_backward_is_named_if_it_explains_them(bound, factor, scales, cause):
     evidence = with_reference(healthy(), norm=0.5, norm_before_clipping=1.5)
-    declared = evidence.subject.declared | {"train_step", "max_grad_norm"}
-    clips = declare(evidence, declared=declared, max_grad_norm=0.5)
-    one = remeasured(clips, MIDDLE, factor)
-    every = remeasured(remeasured(one, EMBEDDING, factor), HEAD, factor)
-    assert {finding.cause[: len(cause)] for finding in verdict(PARITY, every).findings} == {cause}
-    assert not cause_of(one).startswith("their norm is ")
-    assert not cause_of(remeasured(declare(clips, max_grad_norm=2.0), MIDDLE, factor)).startswith("their norm is ")
-    on_one = clips
-    for name in (EMBEDDING, MIDDLE, HEAD):
-        on_one = remeasured(remeasured(on_one, name, factor, ranks=[0]), name, apart=9.0, ranks=[1])
-    assert not any(f.cause.startswith("their norm is ") for f in verdict(PARITY, on_one).findings)
-
-
-@pytest.mark.parametrize(
-    ("factor", "norm", "cause"),
-    [
-        (0.6, 0.4, "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms"),
-        (3.0, 0.4, "the loss is divided once too rarely or too often, such as by the number of micro-batches, or"),
-        (3.0, 0.6, "train_step does not clip to max_grad_norm"),
-    ],
-    ids=["smaller below the bound", "larger below the bound", "larger above it"],
-)
-def test_clipping_is_named_only_where_it_can_be_the_cause(factor, norm, cause):
-    declared = healthy().subject.declared | {"train_step", "max_grad_norm"}
-    evidence = declare(with_reference(healthy(), norm_before_clipping=norm), declared=declared, max_grad_norm=0.5)
-    assert cause_of(remeasured(evidence, MIDDLE, factor)).startswith(cause)
+    clips = declare(evidence, declared=evidence.subject.declared | {"train_step"}, max_grad_norm=bound)
+    for rank, scale in enumerate(scales):
+        watched = FirstBackward(((0, 2),), 1.0, ((0.0, False), (2.0, False), (2.0 * scale, True)))
+        clips = on_runs(clips, [rank], first_backward=watched, rows=2)
+    assert cause_of(remeasured(clips, MIDDLE, factor)).startswith(cause)

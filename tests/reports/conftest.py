@@ -13,7 +13,7 @@ import pytest
 
 from pytest_fsdp_meta.reports.compare import compare
 from pytest_fsdp_meta.reports.page import write_page
-from pytest_fsdp_meta.reports.schema import CheckHistory, Evenness, LoaderRecord, Outcome, Report
+from pytest_fsdp_meta.reports.schema import CheckHistory, LoaderRecord, Outcome, Report
 from tests.reports import report_factory as factory
 from tests.reports.chromium import QUIET, chromium
 from tests.reports.many_loaders import nightly, yesterday
@@ -61,8 +61,7 @@ def alone() -> Report:
     data = ("batches_follow_the_mesh", "batches_resume")
     checks = {one: check(one, "not declared", reason=reason) for one in data}
     checks["dcp_round_trip"] = check("dcp_round_trip", "partly checked", reason="not judged: 1 buffer")
-    one = replace(factory.loader(checks=checks), evenness=Evenness(True, 3, ("lm_head.weight (128 on dim 0)",)))
-    return report(one)
+    return report(replace(factory.loader(checks=checks), notes={"even shards": ("lm_head.weight (128 on dim 0)",)}))
 
 
 def failed() -> Report:

@@ -8,7 +8,6 @@ from itertools import product
 from math import prod
 
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
 from pytest_fsdp_meta.ranks.layout import regions
@@ -29,7 +28,6 @@ from pytest_fsdp_meta.reports.schema import (
     TracedPhase,
     TracedRow,
     TracedStep,
-    Traffic,
 )
 from tests.checks.evidence_factory import shard_of
 
@@ -97,7 +95,6 @@ def loader(
         summary=Summary(
             tensors=tuple(llama(mesh) if tensors is None else tensors),
             losses=curves(size),
-            traffic=(traffic(size),),
             memory=tuple(memory(rank) for rank in range(size)),
             model_bytes=49_152,
             load_budget=98_304,
@@ -254,25 +251,6 @@ def curves(size: int, steps: int = 3, distance: float = 0.0) -> Curves:
     return Curves(mean, ranks, reference, (1e-5,) * steps)
 
 
-def traffic(size: int, blocks: int = 4) -> Traffic:
-    everyone = tuple(range(size))
-
-    def gather(op: str, elements: int, **facts: object) -> Collective:
-        usual = Collective(op, "default_pg", everyone, "float32", ((elements,),), by_fsdp=True)
-        return replace(usual, **facts)  # type: ignore[arg-type]
-
-    forward = [gather("all_gather", 1000 + 50 * (block == 0)) for block in range(blocks)]
-    backward = [
-        one
-        for _ in range(blocks)
-        for one in (gather("all_gather", 1000), gather("reduce_scatter", 4000, reduction="avg"))
-    ]
-    norm = [gather("all_reduce", 1, by_fsdp=False, optimizing=True, reduction="sum")]
-    names = [EMBEDDING, *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(blocks))]
-    loading = [gather("broadcast", 2048, root=0, tensors=(name,), by_fsdp=False) for name in names]
-    return Traffic(everyone, tuple(loading), tuple(forward + backward + norm))
-
-
 def traced_step(block: str = "model.layers.2") -> TracedStep:
     """Return a step that departs on rank 3, in an activation."""
 
@@ -349,10 +327,8 @@ def hostile() -> Report:
     }
     record = loader(f"tests/test_{second}::test[{first}]", mesh, records, tensors)
     assert record.summary is not None
-    collective = Collective(second, first, (0, 1), first, ((2,),), reduction=second, tensors=HOSTILE)
     summary = replace(
         record.summary,
-        traffic=(Traffic((0, 1), (collective,), (collective,)),),
         unavailable={first: second},
         traced=traced_step(second),
     )

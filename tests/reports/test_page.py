@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.evidence import MeshFacts
 from pytest_fsdp_meta.evidence.codec import from_plain, to_plain
 from pytest_fsdp_meta.reports.compare import compare
@@ -24,7 +23,6 @@ from pytest_fsdp_meta.reports.page.__main__ import main
 from pytest_fsdp_meta.reports.page.checks import CheckView
 from pytest_fsdp_meta.reports.page.layouts import Layout, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.rendering import describe_duration, describe_time
-from pytest_fsdp_meta.reports.page.traffic import MOST_ROWS, fold_rows, group_by_kind, largest_of, size_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import (
     SKIPS,
@@ -36,7 +34,6 @@ from pytest_fsdp_meta.reports.schema import (
     Piece,
     Report,
     TensorRecord,
-    Traffic,
 )
 from pytest_fsdp_meta.text import fold_names, printable
 from tests.conftest import Project
@@ -439,78 +436,6 @@ def test_the_key_of_the_layouts_has_what_is_drawn():
     passing, broken = build_view(report()).clean[0], build_view(report()).failing[0]
     assert passing.states == ("shard", "whole")
     assert broken.states == ("shard", "wrong", "unsharded", "uninitialised")
-
-
-def collective(op="all_gather", elements=8, dtype="float32", **facts) -> Collective:
-    return Collective(op, "world", (0, 1), dtype, ((elements,),), **facts)
-
-
-def test_collectives_by_kind_and_in_order():
-    issued = [
-        collective(tensors=("layers.0.weight",)),
-        collective(tensors=("layers.1.weight",)),
-        collective("all_reduce", 1, optimizing=True, reduction="sum"),
-        collective("broadcast", 4, root=1),
-        collective(),
-    ]
-    assert largest_of([issued]) == 32
-    assert [(one.op, one.times, one.bytes) for one in group_by_kind(issued, 32, len(issued))] == [
-        ("all_gather", 3, 96),
-        ("all_reduce", 1, 4),
-        ("broadcast", 1, 16),
-    ]
-    folded, left = fold_rows(issued)
-    assert [(row.first, row.times, row.tensors, row.notes) for row in folded] == [
-        (1, 2, ("layers.0.weight", "layers.1.weight"), ()),
-        (3, 1, (), ("by the optimizer", "sum")),
-        (4, 1, (), ("root 1",)),
-        (5, 1, (), ()),
-    ]
-    assert left == 0
-    barrier = [Collective("barrier", "world", (0, 1))]
-    assert group_by_kind(barrier, 0, 1)[0].path
-    assert fold_rows([collective(elements=index) for index in range(MOST_ROWS + 3)])[1] == 3
-
-
-def test_ranks_that_differ_while_loading_share_their_step():
-    mine, other = [(collective("scatter", size), collective("broadcast")) for size in (8, 0)]
-    step = (collective(),)
-    record = loader(mesh={"dp_shard": 3})
-    issued = (Traffic((0,), mine, step), Traffic((1, 2), other, step))
-    (one,) = build_view(report(replace(record, summary=replace(record.summary, traffic=issued)))).loaders
-    assert [(part.title, part.ranks, part.total) for part in one.traffic] == [
-        ("in one training step", (0, 1, 2), 1),
-        ("while loading", (0,), 2),
-        ("while loading", (1, 2), 2),
-    ]
-
-
-def test_collectives_of_all_ranks_are_drawn_to_one_scale():
-    """Ranks that pass a sixteenth of the bytes get lower bars, and those that issue fewer collectives shorter rows."""
-    many, few = [collective(elements=4096) for _ in range(8)], [collective(elements=256)] * 4
-    (high,), (low,) = (group_by_kind(one, largest_of([many, few]), 8) for one in (many, few))
-
-    def bars(path: str) -> list[tuple[int, float]]:
-        return [(int(x), float(height)) for x, height in re.findall(r"M(\d+) \d+v-([\d.]+)", path)]
-
-    assert [x for x, _ in bars(low.path)] == [x for x, _ in bars(high.path)][:4]
-    assert max(height for _, height in bars(low.path)) < min(height for _, height in bars(high.path))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        ("float32", 8),
-        ("bfloat16", 4),
-        ("bool", 2),
-        ("float8_e4m3fn", 2),
-        ("mystery", None),
-        ("", None),
-    ],
-)
-def test_bytes_by_dtype(dtype, size):
-    assert size_of(collective(elements=2, dtype=dtype)) == size
-    assert size_of(Collective("barrier", "world", (0, 1), dtype)) == 0
 
 
 def test_losses_that_are_nan_or_infinite():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from math import prod
 
 import pytest
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.checks.collectives.facts import Collective, RankCollectives
-from pytest_fsdp_meta.evidence import Evidence, MeshFacts, RankInventory, RankTraining, WorldFacts
-from pytest_fsdp_meta.reports.evenness import evenness_of
+from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
-from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, Evenness, FindingRecord, LoaderRecord, describe_counts
+from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import notes_on
 from pytest_fsdp_meta.reports.totals import (
     ACTIVITIES,
@@ -175,106 +172,31 @@ def test_a_single_failed_check_that_pytest_shows_is_not_explained_again() -> Non
     assert any("likely cause: " in line for line in lines(one, replace(one, loader="t.py::test_y")))
 
 
-def evenness(
-    sizes: Mapping[str, tuple[int, ...]],
-    mesh: Mapping[str | None, int],
-    placements: Sequence[str],
-    training: RankTraining | None = None,
-):
-    tensors = [parameter(name, shape, mesh, placements, (0,) * len(mesh)) for name, shape in sizes.items()]
-    named = tuple((str(name), size) for name, size in mesh.items())
-    world = WorldFacts(prod(mesh.values()), named, "cpu", "gloo")
-    return evenness_of(world, [RankInventory(0, "cpu", tuple(tensors))], training and [training])
-
-
-def test_the_smallest_uneven_world_is_named_if_every_shard_was_even() -> None:
-    even = evenness({"a.weight": (8, 4), "b.weight": (6, 4)}, {"dp_shard": 2}, ["S(0)"])
-    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), mesh=(("dp_shard", 3),))
-    twelve = evenness({"c.weight": (12, 12)}, {"dp_shard": 2}, ["S(0)"])
-    assert twelve == Evenness(True, 5, ("c.weight (12 on dim 0)",), mesh=(("dp_shard", 5),))
-    loaders = [replace(loader_with("passed"), evenness=facts) for facts in (None, twelve, even)]
-    line = (
-        "every shard was even, so padding was not tested; 3 ranks would divide a.weight (8 on dim 0) of t.py::test_x "
-        "unevenly"
-    )
-    assert (line, {}) in list(describe_totals(loaders))
-    uneven = evenness({"a.weight": (8, 4)}, {"dp_shard": 3}, ["S(0)"])
-    assert uneven is not None
-    assert not uneven.even
-    lines = [line for line, _ in describe_totals([*loaders, replace(loader_with("passed"), evenness=uneven)])]
-    assert not any("padding" in line for line in lines)
-
-
 @pytest.mark.parametrize(
-    ("rows", "slices", "needed"),
+    ("rows", "mesh", "placements", "expected"),
     [
-        pytest.param(4, 2, 12, id="as many rows on each of 3 ranks"),
-        pytest.param(6, 2, 0, id="12 rows divide already"),
-        pytest.param(0, 2, 0, id="no rows"),
-        pytest.param(4, 4, 0, id="slices of another size than the shards"),
+        ((8, 6), {"dp_shard": 2}, "S(0)", ("w0 (8 on dim 0)", "w1 (6 on dim 0)")),
+        ((8, 7), {"dp_shard": 2}, "S(0)", ()),
+        ((6,), {"dp_replicate": 4, "dp_shard": 1}, "R S(0)", None),
+        ((0,), {"dp_shard": 2}, "S(0)", None),
+        ((6,), {"dp_shard": 2, "tp": 2}, "S(0) S(1)", ("w0 (6 on dim 0)", "w0 (4 on dim 1)")),
+        ((6,), {"dp_shard": 2, "tp": 2}, "_S(0,2) S(0)", ()),
     ],
 )
-def test_the_batch_that_an_uneven_world_needs_is_named(rows: int, slices: int, needed: int) -> None:
-    training = RankTraining((1.0,), (0, slices), rows)
-    even = evenness({"a.weight": (8, 4)}, {"dp_shard": 2}, ["S(0)"], training)
-    assert even == Evenness(True, 3, ("a.weight (8 on dim 0)",), needed, (("dp_shard", 3),))
-    lines = [line for line, _ in describe_totals([replace(loader_with("passed"), evenness=even)])]
-    batch = f", with a batch of {needed} rows," if needed else ""
-    assert (
-        f"every shard was even, so padding was not tested; 3 ranks{batch} would divide a.weight (8 on dim 0) of "
-        "t.py::test_x unevenly"
-    ) in lines
+def test_what_is_sharded_is_noted_if_all_shards_are_even(rows, mesh, placements, expected):
+    place = mesh, placements.split(), (0,) * len(mesh)
+    tensors = tuple(parameter(f"w{number}", (size, 4), *place) for number, size in enumerate(rows))
+    notes = notes_on(replace(healthy(), values=None, inventory=(RankInventory(0, "cpu", tensors),)))
+    assert notes.get("even shards") == expected
 
 
-@pytest.mark.parametrize(
-    ("mesh", "placements", "rows", "slices", "shown"),
-    [
-        pytest.param(
-            {"dp_replicate": 2, "dp_shard": 2},
-            "R S(0)",
-            2,
-            4,
-            "6 ranks (dp_replicate=2 x dp_shard=3), with a batch of 12 rows, would",
-            id="replicas of shards",
-        ),
-        pytest.param({"dp_shard": 4, "tp": 2}, "S(0) S(1)", 0, 4, "6 ranks (dp_shard=3 x tp=2) would", id="both"),
-        pytest.param({"dp_shard": 2, "tp": 2}, "R S(0)", 1, 2, "6 ranks (dp_shard=2 x tp=3) would", id="tp alone"),
-    ],
-)
-def test_the_uneven_mesh_has_all_dimensions(
-    mesh: Mapping[str | None, int], placements: str, rows: int, slices: int, shown: str
-) -> None:
-    training = RankTraining((1.0,), (0, slices), rows)
-    even = evenness({"a.weight": (8, 8)}, mesh, placements.split(), training)
-    [line] = [line for line, _ in describe_totals([replace(loader_with("passed"), evenness=even)]) if "padding" in line]
-    assert line.startswith(f"every shard was even, so padding was not tested; {shown} divide a.weight (8 on dim ")
-
-
-def test_a_mesh_that_the_loader_made_is_named_in_place_of_the_worlds() -> None:
-    tensor = parameter("a.weight", (8, 4), {None: 2}, ["S(0)"], (0,))
-    world = WorldFacts(4, (("dp_shard", 4),), "cpu", "gloo")
-    even = evenness_of(world, [RankInventory(0, "cpu", (tensor,))], None)
-    assert even == Evenness(True, 6, ("a.weight (8 on dim 0)",), mesh=((None, 3),))
-
-
-def test_the_dimension_that_shards_grows_where_none_has_a_name() -> None:
-    tensor = parameter("a.weight", (8, 4), {None: 2, "tp": 2}, ["R", "S(0)"], (0, 0))
-    mesh = MeshFacts((None, None), (2, 2), (0, 0))
-    world = WorldFacts(4, (("dp_shard", 4),), "cpu", "gloo")
-    even = evenness_of(world, [RankInventory(0, "cpu", (replace(tensor, mesh=mesh),))], None)
-    assert even is not None
-    assert even.mesh == ((None, 2), (None, 3))
-
-
-def test_what_two_mesh_dimensions_share_is_divided_by_both() -> None:
-    shared = evenness({"a.weight": (6, 4)}, {"dp_shard": 2, "tp": 2}, ["_S(0, 2)", "S(0)"])
-    assert shared is not None
-    assert not shared.even
-    four = evenness({"a.weight": (12, 4)}, {"dp_shard": 2, "tp": 2}, ["_S(0, 2)", "S(0)"])
-    assert four is not None
-    assert (four.even, four.ranks, four.mesh) == (True, 8, (("dp_shard", 4), ("tp", 2))), "12 rows in 8 parts"
-    assert evenness({"a.weight": (6, 4)}, {"dp_replicate": 4}, ["R"]) is None
-    assert evenness({"a.weight": (0, 4)}, {"dp_shard": 2}, ["S(0)"]) is None
+def test_even_shards_are_named_if_no_loader_has_uneven_ones() -> None:
+    line = "every shard was even, so padding was not tested; try a number of ranks that does not divide a (8 on dim "
+    line += "0) of t.py::test_x"
+    even = replace(loader_with("passed"), notes={"even shards": ("a (8 on dim 0)",)})
+    assert (line, {}) in list(describe_totals([loader_with("passed"), even]))
+    uneven = replace(loader_with("failed"), notes={"even shards": ()})
+    assert not any("padding" in text for text, _ in describe_totals([even, uneven]))
 
 
 NORMS, EXPERTS = ("a.norm", "b.norm", "c.bias"), "experts.up"
@@ -290,6 +212,7 @@ def hidden(shape: tuple[int, ...] = (4, 8, 8)) -> Evidence:
 
 def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
     notes = notes_on(hidden())
+    del notes["even shards"]
     assert notes == {"equal vectors": NORMS, "square experts": ("experts.up (4, 8, 8)",)}
     failing = replace(loader_with("failed"), notes=notes)
     assert not any("would pass" in line for line, _ in describe_totals([failing]))
@@ -313,7 +236,7 @@ def test_what_ranks_got_although_they_had_read_it_is_named() -> None:
         "loading sent 3 KiB (a.weight and 1 more) of t.py::test_x to ranks that had read the same values themselves; "
         "pass src_data_rank=None to distribute_tensor() or parallelize_module()"
     ]
-    assert notes_on(replace(evidence, collectives=(RankCollectives(()),))) == {}
+    assert "sent again" not in notes_on(replace(evidence, collectives=(RankCollectives(()),)))
 
 
 @pytest.mark.parametrize(("rates", "said"), [((0.1, 0.1), "0.1 in 2 steps of t.py::test_x"), ((0.1, 0.2), "")])
@@ -408,14 +331,14 @@ def test_values_and_sizes_that_hide_nothing_are_not_named() -> None:
     for name in NORMS:
         for rank in (0, 1):
             apart = change(apart, name, [rank], digest=f"part {rank} of {name}")
-    assert notes_on(apart) == {}
-    assert notes_on(declare(hidden((4, 16, 8)), drawn=NORMS)) == {}
-    assert notes_on(undeclared(hidden(), "values", why="-")) == {}
+    assert notes_on(apart).keys() == {"even shards"}
+    assert notes_on(declare(hidden((4, 16, 8)), drawn=NORMS)).keys() == {"even shards"}
+    assert notes_on(undeclared(hidden(), "values", why="-")).keys() == {"even shards"}
     assert "square experts" not in notes_on(from_checkpoint(hidden()))
     tied = apart
     for name in NORMS[:2]:
         tied = change(tied, name, digest="of both", regions=((0, 8),), local_shape=(8,), storage="one", identity=1)
-    assert notes_on(tied) == {}
+    assert notes_on(tied).keys() == {"even shards"}
 
 
 def test_checks_without_a_result_are_named() -> None:

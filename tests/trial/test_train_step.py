@@ -485,3 +485,75 @@ def test_a_layer_that_is_unfrozen_needs_a_group_and_a_reference_that_does_so_too
         if by == "step, group"
         else []
     ), found["loss_parity"]
+
+
+def in_pieces(found: Any = loss, reduced: Iterable[int] = (0, 1)) -> Any:
+    """Return a step with two micro-batches, which reduces the gradients of these only."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for number, rows in enumerate(batch["input"].chunk(2)):
+            for module in [*model, model]:
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(number in reduced, recurse=False)
+            part = found(model, {"input": rows}) / 2
+            part.backward()
+            total += part.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def without_the_last_row(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    return plain_step(model, optimizer, {"input": batch["input"][:-1]})
+
+
+def returns_more(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    return 1.3 * plain_step(model, optimizer, batch)
+
+
+def with_another_term(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch) + 0.1 * model(**batch).mean()
+
+
+def detached(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found = model(**batch)
+    return (found.detach() * found).mean()
+
+
+def spread(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found = model(**batch)
+    return (found - found.mean()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "declared", "cause"),
+    [
+        (in_pieces(), loss, ""),
+        (without_the_last_row, loss, "train_step leaves out 1 row of 2, from row 1 on"),
+        (
+            returns_more,
+            loss,
+            "Subject(loss=...) has the right mean over the ranks (0.08795), and train_step returns",
+        ),
+        (in_pieces(reduced=[0]), loss, "backward 2 of 2 adds nothing to the gradients"),
+        (
+            in_pieces(with_another_term),
+            loss,
+            "train_step differentiates another loss than Subject(loss=...), not a mult",
+        ),
+        (in_pieces(detached), loss, "of the first micro-batch, train_step's loss is that of Subject(loss=...)"),
+        (
+            in_pieces(spread),
+            spread,
+            "the mean of Subject(loss=...) over 2 micro-batches is 0.07261, and over all rows",
+        ),
+    ],
+)
+def test_what_the_step_differentiates_is_compared_with_the_declared_loss(step, declared, cause):
+    found = judged(step, ["grad_parity", "loss_parity"], loss=declared, steps=2)
+    causes = {one.cause for verdict in found.values() for one in verdict.findings}
+    assert len(causes) == bool(cause)
+    assert all(one.startswith(cause) for one in causes), causes

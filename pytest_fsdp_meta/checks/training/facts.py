@@ -26,6 +26,8 @@ AFTER = -1
 """The step that follows the training, with fewer rows."""
 OWN_CHANGES, GIVEN_BUFFERS, GIVEN_STATE = "own changes", "given buffers", "given state"
 """What ranks record for the reference."""
+FIRST_BACKWARD = "first backward"
+"""The key of the ranks' state under which the watch of the first step stays."""
 
 
 class Moment(NamedTuple):
@@ -213,6 +215,35 @@ class Followed:
 
 
 @dataclass(frozen=True)
+class FirstBackward:
+    """What a rank's first step of the author's differentiates, if each micro-batch has a backward of its own."""
+
+    pieces: tuple[tuple[int, int], ...]
+    """The half-open range of the rank's rows of each micro-batch."""
+    value: float
+    """That from which the first backward begins."""
+    lengths: tuple[tuple[float, bool], ...]
+    """Before and after each backward, and before the optimizer's step: the norm of this rank's gradients, and whether
+    they are a multiple of those at the moment before."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What ``Subject(loss=...)`` makes of the same rows, with the loaded weights."""
+
+    losses: tuple[float, ...]
+    """Of each micro-batch."""
+    whole: float
+    """Of all of this rank's rows."""
+    labels: tuple[int, int]
+    """Those of the first micro-batch, as in ``RankTraining.labels``."""
+    factor: float
+    """The gradient that reaches the outputs of the author's first forward, in multiples of what reaches them here."""
+    residual: float
+    """How far it is from that multiple, as a fraction of its length."""
+
+
+@dataclass(frozen=True)
 class RankTraining:
     """The training steps of one rank; ``losses`` are those of its own slice of the batch, one for each step."""
 
@@ -231,6 +262,10 @@ class RankTraining:
     """A hash of the global batch of each step."""
     backwards: tuple[int, ...] = ()
     """How many backwards each step ran."""
+    first_backward: FirstBackward | None = None
+    """None without a step of the author's."""
+    objective: Objective | None = None
+    """None unless the first step differs from the reference's."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
     unreduced: bool = False

@@ -21,7 +21,6 @@ from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
-from pytest_fsdp_meta.reports.page.traffic import TIMELINE_HEIGHT, TIMELINE_WIDTH
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
@@ -127,8 +126,6 @@ def _environment() -> Environment:
         "SIZE_PARTS": PARTS,
         "SIZE_WIDTH": BAR_WIDTH,
         "SIZE_HEIGHT": BAR_HEIGHT,
-        "TIMELINE_WIDTH": TIMELINE_WIDTH,
-        "TIMELINE_HEIGHT": TIMELINE_HEIGHT,
         "ACTIVITIES": ACTIVITIES,
     }
     return environment

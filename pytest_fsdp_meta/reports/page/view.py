@@ -14,7 +14,6 @@ from typing import Any
 from pytest_fsdp_meta.reports.page.checks import UNCHECKED, CheckView, Unchecked, group_by_reason, history_view
 from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_mesh, group_layouts, own_meshes
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
-from pytest_fsdp_meta.reports.page.traffic import TrafficView, largest_of, show_traffic
 from pytest_fsdp_meta.reports.schema import (
     BAD,
     JUDGED,
@@ -174,15 +173,6 @@ class LoaderView:
         return step_view(self.summary.traced) if self.summary.traced else None
 
     @cached_property
-    def traffic(self) -> tuple[TrafficView, ...]:
-        phases = {
-            "in one training step": [(one.ranks, one.step) for one in self.summary.traffic],
-            "while loading": [(one.ranks, one.loading) for one in self.summary.traffic],
-        }
-        scale = largest_of(collectives for issued in phases.values() for _, collectives in issued)
-        return tuple(part for title, issued in phases.items() for part in show_traffic(title, issued, scale))
-
-    @cached_property
     def losses(self) -> LossTable | None:
         return loss_table(self.summary.losses) if self.summary.losses else None
 
@@ -191,8 +181,7 @@ class LoaderView:
         """Every tensor that its section names."""
         tensors = (one.name for one in self.summary.tensors)
         in_findings = (one.tensor for check in self.record.checks for one in check.findings if one.tensor is not None)
-        in_traffic = (name for one in self.traffic for row in one.rows for name in row.tensors)
-        return tuple(dict.fromkeys((*tensors, *in_findings, *in_traffic)))
+        return tuple(dict.fromkeys((*tensors, *in_findings)))
 
     def numbered(self, names: Iterable[str]) -> str:
         return joined_runs(self.names[name] for name in names)

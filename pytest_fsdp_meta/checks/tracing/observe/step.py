@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
@@ -20,7 +21,9 @@ from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
+from pytest_fsdp_meta.checks.training.facts import FIRST_BACKWARD, Objective
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
+from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
 from pytest_fsdp_meta.checks.values.observe import read_part
@@ -28,7 +31,15 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import batch_slice, loss_of, model_splits, rows_of_step
+from pytest_fsdp_meta.ranks.batches import (
+    batch_slice,
+    count_labels,
+    count_rows,
+    loss_of,
+    model_splits,
+    rows_of_step,
+    scalar,
+)
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
@@ -115,6 +126,44 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
     forward, backward = compared.calls()
     draws = tuple(name for name in drawing if name not in traced.draws)
     return RankTrace(rows, forward, backward, modules, draws=draws, handed=traced.hands_over, step=traced.step)
+
+
+def observe_objective(trained: Collection[str], folder: str) -> Objective:
+    """Run ``Subject(loss=...)`` on each micro-batch of the author's first step, with the loaded weights, or raise."""
+    rank = current()
+    subject, author = loaded_subject(rank), rank.state[FIRST_BACKWARD]
+    rows = rows_of_step(subject, 0, batch_slice(subject, rank), rank.device)
+    pieces = [*author.observed().pieces, (0, count_rows(rows))]
+    sliced = {key for key, value in rows.items() if isinstance(value, Tensor) and value.ndim}
+    parts = [{key: v[slice(*piece)] if key in sliced else v for key, v in rows.items()} for piece in pieces]
+    watch, losses = BackwardWatch(subject.model, rows), list[float]()
+    doing("running Subject(loss=...) on the rows of the first step")
+    try:
+        loaded = _loaded_values(subject.model, trained, Record(record_at(folder, "values")))
+        with loaded, comparable_modes(subject.model):
+            for part in parts:
+                seed_all(SEED)
+                with torch.set_grad_enabled(not losses), nullcontext() if losses else watch.watching():
+                    loss = loss_of(subject, part)
+                if not losses:
+                    loss.backward()
+                losses.append(scalar(loss))
+    except Exception as error:
+        raise NotTraceable(describe_cause(error)) from error
+    finally:
+        drop_gradients(subject.model)
+        reshard(subject.model)
+    return Objective(tuple(losses[:-1]), losses[-1], count_labels(parts[0]), *_multiple(author.samples, watch.samples))
+
+
+def _multiple(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the factor between vectors of the same names, and how far ours are from that multiple."""
+    common = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
+    if not common:
+        return math.nan, math.nan
+    own, whole = (torch.cat([vectors[name] for name in common]) for vectors in (ours, theirs))
+    factor = float(own @ whole / whole.square().sum())
+    return factor, float((own - factor * whole).norm() / own.norm())
 
 
 def _compare_with(reference: ModuleFacts | None, own: ModuleFacts) -> ModuleFacts:

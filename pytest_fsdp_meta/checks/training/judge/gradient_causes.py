@@ -8,17 +8,13 @@ from math import prod
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
+from pytest_fsdp_meta.checks.training.judge.author_step import UNKNOWN_STEP, explain_step, unknown_step
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwards
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, divides, number_of
 from pytest_fsdp_meta.judging.view import View, ranks_by
-
-SAME_NORM = 0.02
-"""Relative: a norm that differs by less is that of the gradients before clipping."""
-SAME_SUM = 0.01
-"""Absolute: a sum of rounded factors that differs by less from 1 is 1."""
 
 
 def explain_module(view: View) -> Explanation:
@@ -36,11 +32,14 @@ def explain_module(view: View) -> Explanation:
 
 
 def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
+    if explanation := explain_step(view, runs, float(Fraction(factor))):
+        return explanation
     if factor == "0":
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
     if not meaning:
-        return _explain_constant(view, runs, factor)
+        undecided = UNKNOWN_STEP if unknown_step(view, runs) else Explanation(cause=CONSTANT, remedy=_UNSCALED)
+        return explain_uneven_backwards(view) or undecided
     counted = f"({number} is {meaning})"
     if not divides(factor):
         of_expert = any(is_expert(tensor) for _, tensor in view.holders(name))
@@ -60,92 +59,27 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
             "are averaged"
         )
         remedy = "divide either the loss or the gradients, not both; sum gradients that are partial sums"
-        if view.evidence.subject.loss_over_ranks == "same":
-            cause = (
-                f"divided once too often {counted}: backward() goes through the rank's own share of the loss only, "
-                "because it is divided by the count of all ranks, or a collective that gathers passes no gradient on, "
-                "and the reduction averages the shares"
-            )
-            remedy = (
-                "multiply the loss by the number of ranks before backward(); or use a collective with a backward "
-                "(torch.distributed.nn.functional)"
-            )
     return {"cause": cause, "remedy": remedy, "cause_alone": CONSTANT, "remedy_alone": _UNSCALED}
-
-
-def _explain_constant(view: View, runs: Sequence[RankTraining], factor: str) -> Explanation:
-    """Explain a factor that is not a number of ranks."""
-    if uneven := explain_uneven_backwards(view):
-        return uneven
-    # With and without the first label of each row.
-    labels = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}.values()
-    if factor in {str(sum(numbers)) for numbers in zip(*labels, strict=True)}:
-        return {
-            "cause": f"the loss is summed over the {factor} labels of the batch and not divided by their number",
-            "remedy": "divide it by the number of labels of the whole batch, as the reference's mean does",
-        }
-    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
-    shrinks = Fraction(factor) < 1  # clipping enlarges nothing
-    if bound is not None and (shrinks or norm is None or norm > bound):
-        return NOT_CLIPPED
-    if shrinks and "train_step" in view.evidence.subject.declared:
-        return _SCALED_BY_STEP
-    return {"cause": CONSTANT, "remedy": _UNSCALED}
 
 
 def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
+    runs = view.evidence.training or ()
     own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
     if not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name})):  # tied here alone
         explanation = _TIED
+    elif by_step := explain_step(view, runs):
+        return by_step
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
-    elif "train_step" in view.evidence.subject.declared:
-        explanation = _BY_STEP
+    elif unknown_step(view, runs):
+        explanation = UNKNOWN_STEP
     elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
         explanation = _ON_SOME_RANKS
     else:
         explanation = _DIFFERENT
     return add_precision(view, explanation)
-
-
-def explain_clipping(view: View, factor: str) -> Explanation:
-    """Explain one factor of all gradients, which the reference clips: what it is before clipping does not show.
-
-    Return {} where the reference clips nothing, or by a function of the author's, perhaps by another norm.
-    """
-    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
-    if bound is None or norm is None or not norm > bound:
-        return {}
-    actual = float(Fraction(factor)) * bound
-    if abs(actual / norm - 1) < SAME_NORM:
-        cause = f"their norm is {norm:.3g}, as before clipping: train_step does not clip to max_grad_norm={bound:g}"
-    else:
-        cause = (
-            f"their norm is {actual:.3g}, and max_grad_norm is {bound:g}: train_step clips to another bound or by "
-            "another norm, or scales the gradients after clipping"
-        )
-    return {"cause": cause, "remedy": NOT_CLIPPED["remedy"]}
-
-
-def explain_own_norms(by_factor: Mapping[str, Cases]) -> Explanation:
-    """Return the explanation if ranks have different factors, as by the norms of their own shards, else {}.
-
-    Norms of parts, in units of the whole, are 1 divided by the factors, and their squares add up to 1. So no factor is
-    below 1. Without that proof, factors that are almost the same differ by noise.
-    """
-    if len(by_factor) < 2 or "" in by_factor or any(Fraction(factor) < 1 for factor in by_factor):
-        return {}
-    parts = sum(len(cases) / float(Fraction(factor)) ** 2 for factor, cases in by_factor.items())
-    proof = ": the squares of 1 / factor add up to 1 over the ranks" if abs(parts - 1) < SAME_SUM else ""
-    factors = [float(Fraction(factor)) for factor in by_factor]
-    if not proof and max(factors) < (1 + SAME_SUM) * min(factors):
-        return {}
-    return {
-        "cause": f"train_step clips by the norm of each rank's own shards{proof}",
-        "remedy": NOT_CLIPPED["remedy"],
-    }
 
 
 _OTHER_MODULE = either(
@@ -157,12 +91,6 @@ _OTHER_MODULE = either(
     "compare the module's settings with the reference's, and its input and output layouts in the parallel plan; if the "
     "loader uses another precision on purpose, set tolerance=...",
 )
-NOT_CLIPPED: Explanation = {
-    "cause": "train_step does not clip to max_grad_norm, clips by another norm (the sum of the ranks' norms, or that "
-    "of one rank's shards), or multiplies the loss or its gradients by a constant that the reference does not have",
-    "remedy": "clip once before the step, by the norm of all ranks (torch.nn.utils.clip_grad_norm_), to the bound that "
-    "is declared; then check loss scaling and accumulation",
-}
 CONSTANT = (
     "the loss is divided once too rarely or too often, such as by the number of micro-batches, or the loss or its "
     "gradients are multiplied by a constant that the reference does not have"
@@ -192,22 +120,6 @@ _ON_SOME_RANKS: Explanation = {
     "cause": "something changes the gradient on these ranks only, after its reduction: a hook, code that depends on "
     "the rank, or a reduction that leaves these ranks out",
     "remedy": "look for hooks and for conditions on the rank between backward and the step",
-}
-_BY_STEP = either(
-    "",
-    "train_step leaves out rows, as a zero_grad() between its micro-batches does, has other labels or another mask, or "
-    "scales or clips differently from one backward of the mean loss over the whole batch",
-    "train_step reduces it over other ranks or rows, divides by the rows or tokens of one rank, or clips by the norm "
-    "of one rank's shards",
-    "compare labels and mask with those of Subject(loss=...); reduce once, after the last micro-batch; divide by what "
-    "the reference divides by (the tokens of all ranks); clip once, after the reduction, by the norm of all ranks' "
-    "gradients",
-)
-_SCALED_BY_STEP: Explanation = {
-    "cause": "train_step multiplies the loss or its gradients by a constant that the reference does not have, or clips "
-    "them, and the reference does not",
-    "remedy": "if train_step clips, declare Subject(max_grad_norm=<its bound>); else check loss scaling and the number "
-    "of micro-batches that the loss is divided by",
 }
 _SLIGHTLY_OFF = either(
     "the error is small: ",

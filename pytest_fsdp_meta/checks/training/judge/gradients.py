@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
+from pytest_fsdp_meta.checks.training.judge.author_step import SCALE_ONCE, explain_step
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     CONSTANT,
-    NOT_CLIPPED,
     backward_order,
-    explain_clipping,
     explain_factor,
     explain_module,
     explain_other,
-    explain_own_norms,
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
@@ -113,7 +111,8 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
     """Report gradients that are right after clipping, and were the same multiple of the reference's before."""
     if (factor := _factor_before_clipping(view, runs)) is not None:
         detail = "the clipped ones are equal, as long as their norm exceeds the bound"
-        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
+        explanation = explain_step(view, runs, factor) or _BEFORE_CLIPPING
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, step=0, **explanation)
 
 
 def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float | None:
@@ -186,7 +185,6 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     sharpest = _sharpest_factors(pairs, limits)
-    scaled_alike = _scaled_alike(pairs, limits, sharpest)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -194,7 +192,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, scaled_alike)
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest)
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
@@ -211,18 +209,6 @@ def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, t
             if c.measure.factor > 0 and (text := multiple(c.measure, allowed)):
                 found[rank] = min(found.get(rank, (1.0, 0.0, "")), (allowed, c.measure.factor, text))
     return {rank: (factor, text) for rank, (_, factor, text) in found.items()}
-
-
-def _scaled_alike(pairs: Mapping[str, Cases], limits: Limits, sharpest: Mapping[int, tuple[float, str]]) -> bool:
-    """Return whether all gradients on all ranks are one multiple of the reference's."""
-    if len({text for _, text in sharpest.values()}) != 1:
-        return False
-    measured = [(rank, c, c.measure) for cases in pairs.values() for rank, c in cases if c.measure is not None]
-    return all(
-        rank in sharpest and limits.exceeded(rank, c) and abs(measure.factor / sharpest[rank][0] - 1) <= ROUNDING
-        for rank, c, measure in measured
-        if measure.truth
-    )
 
 
 def _partial_gradients(view: View) -> set[str]:
@@ -276,7 +262,6 @@ def _describe_wrong(
     wrong: Cases,
     limits: Limits,
     sharpest: Mapping[int, tuple[float, str]],
-    scaled_alike: bool,
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
@@ -292,12 +277,7 @@ def _describe_wrong(
         by_factor.setdefault(text, []).append((rank, c))
     for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = explain_clipping(view, text) if scaled_alike and text else {}
-        explanation = explanation or (
-            explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
-        )
-        if explanation is NOT_CLIPPED:
-            explanation = explain_own_norms(by_factor) or NOT_CLIPPED
+        explanation = explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
         actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
         detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
@@ -335,6 +315,5 @@ _REDUCTION_OFF: Explanation = {
 _BEFORE_CLIPPING: Explanation = {
     "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
     "the loss or a framework may have done already, or by a GradScaler that does not unscale before clipping",
-    "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
-    "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
+    "remedy": SCALE_ONCE,
 }

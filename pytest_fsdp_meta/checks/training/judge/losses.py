@@ -6,10 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.checks.tracing.judge import AGREE, FORWARD, describe_origin, follow_step
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
+from pytest_fsdp_meta.checks.training.judge.author_step import (
+    UNKNOWN_STEP,
+    explain_objective,
+    explain_returned,
+    unknown_step,
+)
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
-from pytest_fsdp_meta.evidence import RankTraining, splits_sequence
+from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.expectations import sequence_places
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import (
@@ -178,24 +184,19 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        other = add_precision(view, _STATE_BETWEEN_STEPS)
-        return uneven or explain_plain_reference(view) or other
+        return uneven or explain_plain_reference(view) or add_precision(view, _STATE_BETWEEN_STEPS)
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
-    by_step = "train_step" in view.evidence.subject.declared
-    explanation = _explain_multiple(view, runs, allowed) or _explain_draws(runs) or uneven or explain_module(view)
-    if explanation:
-        return explanation
-    if by_step and _forward_agrees(view):
-        return _explain_other_loss(view)
-    return add_precision(view, _OTHER_DIVISOR if by_step else _OTHER_FORWARD, _split_causes(view))
-
-
-def _forward_agrees(view: View) -> bool:
-    """Return whether the forward of the first step was traced, and all of it agrees."""
-    traces = view.evidence.traces or ()
-    states = [one.state for one in follow_step(traces)[0]] if traces and not traces[0].step else []
-    return set(states) == {AGREE}
+    ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
+    explanation = (
+        explain_objective(view, runs, ours / theirs if theirs else None)
+        or _explain_multiple(view, runs, allowed)
+        or _explain_draws(runs)
+        or uneven
+        or explain_module(view)
+        or explain_returned(view, runs, theirs)
+    )
+    return explanation or add_precision(view, UNKNOWN_STEP if unknown_step(view, runs) else _OTHER_FORWARD)
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
@@ -216,14 +217,6 @@ _OWN_LABELS: Explanation = {
     "remedy": "divide each rank's summed loss by the number of labels in the global batch, and multiply it by the "
     "number of data-parallel ranks, because gradients are averaged over them",
 }
-_OTHER_DIVISOR = either(
-    "the first loss of train_step differs although the weights are equal: ",
-    "it is divided by another number than the reference's, such as the tokens of one micro-batch, or the forward "
-    "differs",
-    "it is divided by what one rank counts, such as its own tokens",
-    "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks; if that is right, compare "
-    "the modules' settings with the reference's",
-)
 _OTHER_FORWARD = either(
     "the first forward already differs although the weights are equal: ",
     "a module is missing, replaced, random or configured differently (attention, scale, activation, precision)",
@@ -231,20 +224,6 @@ _OTHER_FORWARD = either(
     "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader uses "
     "another precision on purpose, set tolerance=...",
 )
-
-
-def _explain_other_loss(view: View) -> Explanation:
-    """Explain a loss of right outputs: another divisor changes it by a small factor, other labels by any."""
-    ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
-    divisor = "another divisor, such as the tokens of one micro-batch"
-    labels = "other labels (shifted once too often or not at all, masked otherwise), or rows that are left out"
-    near = theirs / 2 < ours < 2 * theirs
-    return {
-        "cause": "the modules compute what the reference's do, so train_step makes another loss of it than "
-        f"Subject(loss=...): {', or '.join((divisor, labels) if near else (labels, divisor))}" + _split_causes(view),
-        "remedy": "compare the divisor, the labels and their mask in train_step with those in Subject(loss=...), over "
-        "all micro-batches and ranks",
-    }
 
 
 _STATE_BETWEEN_STEPS: Explanation = {
@@ -271,20 +250,9 @@ def _explain_multiple(view: View, runs: Sequence[RankTraining], allowed: float) 
     in_ranks = f" ({number} is {meaning})" if meaning else ""
     of_ranks, of_one = _SCALED_LOSS[divides(factor)]
     shares = "" if summed or not meaning or not divides(factor) else _SHARES
-    if shares and "train_step" in view.evidence.subject.declared:
-        cause = "train_step divides it by the count of the global batch, and the ranks' losses are averaged"
-        remedy = (
-            f"if grad_parity fails as well, multiply the loss by {number} before backward(), because gradients are "
-            "averaged over the data-parallel ranks; if only the returned number is wrong, multiply that"
-        )
-    else:
-        cause = f"{of_ranks}{of_one}" if meaning else of_one
-        remedy = (
-            "make each rank's loss the mean over its own rows, without a factor for the number of ranks, rows or "
-            "micro-batches"
-        )
+    remedy = "make each rank's loss the mean over its own rows, without a factor for ranks, rows or micro-batches"
     return {
-        "cause": f"{scaled}{in_ranks}: {cause}",
+        "cause": f"{scaled}{in_ranks}: {of_ranks if meaning else ''}{of_one}",
         "remedy": f"{remedy}{shares}",
         "cause_alone": f"{scaled}: {of_one}",
     }
@@ -327,15 +295,6 @@ _SCALED_LOSS = {
 }
 """The causes of a scaled loss that take several ranks and those that do not, by whether it is too small."""
 _SHARES = '; or declare Subject(loss_over_ranks="sum") if the ranks\' losses add up to the global loss'
-
-
-def _split_causes(view: View) -> str:
-    """Return one more possible cause if a mesh dimension splits the sequence, else ""."""
-    meshes = {tensor.mesh for rank in view.evidence.inventory for tensor in rank.tensors if tensor.mesh is not None}
-    sizes = [*view.evidence.world.mesh, *(pair for mesh in meshes for pair in mesh.pairs)]
-    if any(splits_sequence(dim) for dim, size in sizes if dim is not None and size > 1):
-        return "; or the labels are shifted within each rank's part of the sequence, whose last token then lacks one"
-    return ""
 
 
 def _weighting_by_labels_explains(view: View, runs: Sequence[RankTraining], allowed: float) -> bool:

@@ -22,6 +22,7 @@ from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinite
 from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, last_beside, last_optimizer, rates_of
+from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
@@ -55,11 +56,13 @@ def run_author_step(
     beside: Beside,
     gradient_scale: float = 1.0,
     buffers: BufferWatch | None = None,
+    watch: BackwardWatch | None = None,
 ) -> AuthorStep:
     """Call ``Subject(train_step=...)`` for step ``number``.
 
     It has to step the optimizer once. ``observe`` is called when it does, before the optimizer's own hooks. All
-    gradients are multiplied by ``gradient_scale``. ``buffers`` hears of backwards and of the optimizer's steps.
+    gradients are multiplied by ``gradient_scale``. ``buffers`` hears of backwards and of the optimizer's steps, and
+    ``watch`` of backwards.
     """
     parts = parts_of_optimizer(optimizer)
     buffers = buffers or BufferWatch(nn.Module())
@@ -71,11 +74,13 @@ def run_author_step(
     def before_step(part: Optimizer) -> None:
         steps.append(part)
         if not errors:
+            if watch is not None:
+                watch.note_gradients()
             rates.append(rates_of(optimizer))
             errors.append(_error_of(observe))
         buffers.begin(UPDATE)
 
-    with ExitStack() as hooked, _backwards(gradient_scale, buffers) as backwards:
+    with ExitStack() as hooked, _backwards(gradient_scale, buffers, watch) as backwards:
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
             after = computing_optimizer(part).register_step_post_hook(lambda *_: buffers.end())
@@ -152,7 +157,7 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
 
 
 @contextmanager
-def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
+def _backwards(scale: float, buffers: BufferWatch, watch: BackwardWatch | None) -> Iterator[list[None]]:
     """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
 
     A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
@@ -166,6 +171,8 @@ def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
             found.append(None)
             running.append(None)
             buffers.begin(BETWEEN)
+            if watch is not None:
+                watch.begin(tensors)
             if scale != 1.0:
                 tensors, grad_tensors = _scaled(tensors, grad_tensors, scale, after_another=len(found) > 1)
         try:
@@ -174,6 +181,8 @@ def _backwards(scale: float, buffers: BufferWatch) -> Iterator[list[None]]:
             if outermost:
                 running.clear()
                 buffers.end()
+                if watch is not None:
+                    watch.note_gradients()
 
     torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
     try:

@@ -212,7 +212,7 @@ class _GradientsOfStep(StepObserver):
         self.without_gradient: tuple[str, ...] = ()
         self.norms: list[float] = []
 
-    def during_forwards(self, step: int) -> AbstractContextManager[None]:
+    def during_forwards(self, step: int, rows: dict[str, Any]) -> AbstractContextManager[None]:
         return self.buffers.during(AFTER)
 
     def after_backward(self, step: int) -> None:

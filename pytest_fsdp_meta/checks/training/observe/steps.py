@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, END, FORWARD, UNKNOWN_DTYPE, UPDATE
 from pytest_fsdp_meta.checks.training.observe.author_step import AuthorStep, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
+from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.given import give_buffers
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
@@ -64,6 +65,8 @@ class StepObserver:
     gradient_scale = 1.0
     buffers: BufferWatch | None = None
     """Hears of what the author's step does."""
+    watch: BackwardWatch | None = None
+    """Hears of the backwards of the author's step."""
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """Return a context for the forward, the backward and the optimizer's step."""
@@ -73,8 +76,8 @@ class StepObserver:
         """Return the loss of these rows."""
         return loss_of(subject, rows)
 
-    def during_forwards(self, step: int) -> AbstractContextManager[None]:
-        """Return a context for the author's step, with all its forwards."""
+    def during_forwards(self, step: int, rows: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for the author's step on these rows, with all its forwards."""
         return nullcontext()
 
     def after_backward(self, step: int) -> None:
@@ -167,8 +170,6 @@ def _author_step(
     beside: Beside,
 ) -> AuthorStep:
     assert optimizer is not None
-    with observer.during_forwards(number):
-        look = partial(observer.after_backward, number)
-        return run_author_step(
-            subject, optimizer, rows, number, look, beside, observer.gradient_scale, observer.buffers
-        )
+    with observer.during_forwards(number, rows):
+        look, scale = partial(observer.after_backward, number), observer.gradient_scale
+        return run_author_step(subject, optimizer, rows, number, look, beside, scale, observer.buffers, observer.watch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,15 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.collectives.observe import watching_step
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.random_numbers.observe import DrawsWithoutDropout
-from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS, OWN_CHANGES
+from pytest_fsdp_meta.checks.training.facts import (
+    FIRST_BACKWARD,
+    FIRST_BUFFERS,
+    LAST_BUFFERS,
+    OWN_CHANGES,
+    FirstBackward,
+)
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
 from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
 from pytest_fsdp_meta.checks.training.observe.gradients import (
@@ -120,6 +127,7 @@ def observe_training(
         batches=tuple(run.batches),
         backwards=tuple(run.backwards),
         data_parallel=data_parallel,
+        first_backward=seen.first_backward,
         gradients=seen.compared["gradients"],
         parameters=seen.compared["updates"],
         unreduced=_is_unreduced(subject.model),
@@ -172,6 +180,7 @@ class _RankSteps(StepObserver):
         self.norm: float | None = None
         self.norm_problem = ""
         self.clipped: Clipping | None = None
+        self.first_backward: FirstBackward | None = None
         self.second: SecondStep | None = None
         self._clipping = clipping
         """The norm of the reference's gradients, and what the author's function did to them."""
@@ -205,10 +214,14 @@ class _RankSteps(StepObserver):
         return self.weights.loss_of(subject, rows)
 
     @contextmanager
-    def during_forwards(self, step: int) -> Iterator[None]:
+    def during_forwards(self, step: int, rows: dict[str, Any]) -> Iterator[None]:
         self.modes.append(ModeWatch(self._model))
-        with self.modes[-1].watching(), self.weights.next_step(), self.buffers.during(step):
+        self.watch = BackwardWatch(self._model, rows) if step == 0 else None
+        first = nullcontext() if self.watch is None else self.watch.watching()
+        with self.modes[-1].watching(), self.weights.next_step(), self.buffers.during(step), first:
             yield
+        if self.watch is not None:
+            self._rank.state[FIRST_BACKWARD], self.first_backward = self.watch, self.watch.observed()
 
     def after_backward(self, step: int) -> None:
         if step == 0:
