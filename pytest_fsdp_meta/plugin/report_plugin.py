@@ -293,11 +293,12 @@ class ReportPlugin:
 def _name_checks(reporter: pytest.TerminalReporter) -> None:
     """Add to the reason of each skipped item the checks that are skipped at the same line for the same reason.
 
-    pytest's summary folds the items of a loader that have one reason into one line.
+    pytest's summary folds the items of a loader that have one reason into one line. What is not declared comes last.
     """
     if not reporter.config.getoption("fold_skipped", True):
         return  # each item has its own line, with its node id
     skipped: list[Any] = reporter.stats.get("skipped", [])
+    skipped.sort(key=lambda report: getattr(report, KIND, "") == "not declared")
     checks: dict[tuple[object, ...], dict[str, None]] = {}
     for report in skipped:
         if (check := _check_of(report)) is not None:

@@ -339,21 +339,23 @@ def test_a_partly_checked_result_has_a_mark_and_a_count_of_its_own_under_xdist(p
     project.loaders(
         """
         checks = ["collectives_match_on_every_rank", "no_meta_params", "params_equal_reference"]
+        checks += ["frozen_weights_equal_verifier"]
 
         @fsdp_conformance(world_size=1, only=checks)
         def test_bare(fsdp): return load(fsdp)
         """
     )
     result = project.run("-rs", "-n2")
-    summary = "1 passed, 1 partly checked, 1 skipped (1 not declared), 56 left out"
+    summary = "1 passed, 1 partly checked, 2 skipped (1 not declared, 1 not applicable), 55 left out"
     why = "no training step was recorded (Subject(batch=...) is not declared)"
     result.stdout.fnmatch_lines(
         [
-            "*.ps *",
+            "*.pss *",
             f"test_it.py::test_bare, world of 1 (gloo on cpu): {summary}; *",
             f"partly checked: collectives_match_on_every_rank in test_it.py::test_bare: {why}",
+            "SKIPPED [[]1[]] test_it.py:*: nothing is frozen: *",
             "SKIPPED [[]1[]] test_it.py:*: Subject(reference=...) is not declared [[]params_equal_reference[]]",
-            "*= 1 passed, 1 skipped,* 1 partly checked in *",
+            "*= 1 passed, 2 skipped,* 1 partly checked in *",
         ]
     )
 
