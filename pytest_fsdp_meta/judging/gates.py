@@ -252,9 +252,10 @@ def explain_plain_reference(view: View) -> Explanation:
 
 
 def _explain_unfrozen(view: View) -> Explanation:
-    held = {t.name: t.requires_grad for t in view.evidence.inventory[0].tensors}
+    theirs = view.reference.after.by_name if view.reference.after is not None else {}
     after = [run.after for run in (view.evidence.training or ())[:1] if run.after is not None]
-    changed = [t.name for own in after for t in own.tensors if t.requires_grad != held.get(t.name, t.requires_grad)]
+    ours = [tensor for own in after for tensor in own.tensors if tensor.name in theirs]
+    changed = [tensor.name for tensor in ours if tensor.requires_grad != theirs[tensor.name].requires_grad]
     if not changed:
         return {}
     return {

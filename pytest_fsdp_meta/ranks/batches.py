@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.evidence import splits_batch, splits_experts, splits_model, splits_stages
+from pytest_fsdp_meta.checks.sharding.facts import splits_batch
+from pytest_fsdp_meta.evidence import splits_experts, splits_model, splits_stages
 from pytest_fsdp_meta.loader.subject import SIGNATURES, Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts

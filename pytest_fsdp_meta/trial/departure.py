@@ -24,8 +24,9 @@ from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.on_ranks import run_on
 from pytest_fsdp_meta.worlds import World, WorldError
 
-RUNS = 5
-"""Trainings under nudges. A single one may by chance keep the sign of a gradient that is only rounding."""
+RUNS, VARIES = 5, 10.0
+"""Trainings under nudges. A single one may by chance keep the sign of a gradient that is only rounding, and of so few
+the largest noise of one number may be so many times too small."""
 PARITY = ("grad_parity", "second_grad_parity", "loss_parity")
 """The checks whose findings say at which step the training departs."""
 STAGES = "the stages of a pipeline run by the author's schedule"
@@ -105,7 +106,7 @@ def _measure(
         return Noise(problem=error.summary, ended=True), {}
     # The noise of one number varies much, and grows slowly with the steps; but no update is in the first loss.
     largest = max((loss for noise in found for loss in noise.losses), default=0.0)
-    first = min(largest, 10 * max((noise.losses[0] for noise in found if noise.losses), default=0.0))
+    first = min(largest, VARIES * max((noise.losses[0] for noise in found if noise.losses), default=0.0))
     whole = Noise(
         losses=tuple(largest if step else first for step, _ in enumerate(reference.losses or ())),
         norm=max(noise.norm for noise in found),
@@ -173,10 +174,9 @@ def trace_step(
 def compare_objective(evidence: Evidence, world: World, folder: Path) -> tuple[RankTraining, ...]:
     """Return the runs with what ``Subject(loss=...)`` makes of the rows of the author's first step, if known."""
     runs, inventory = evidence.training or (), evidence.inventory
-    numbers = {len(run.first_backward.pieces) if run.first_backward is not None else 0 for run in runs}
     trained = sorted({name for pair in zip(inventory, runs, strict=True) for name in _changed(*pair)})
-    # Ranks that run unlike numbers of forwards may wait for each other.
-    if len(numbers) > 1 or 0 in numbers or _unknown(evidence, trained) or not world.alive:
+    known = all(run.first_backward is not None and run.first_backward.pieces for run in runs)  # others may wait
+    if not known or _unknown(evidence, trained) or not world.alive:
         return runs
     observe, given = on_ranks.traces.observe_objective, (trained, str(folder))
     try:

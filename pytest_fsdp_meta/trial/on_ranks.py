@@ -97,7 +97,7 @@ _OBSERVERS = {
     "training with NaN in the model's output": "observe_not_finite",
     "tracing the reference": "trace_reference",
     "tracing the modules": "trace_rank",
-    "running Subject(loss=...) on the rows of the first step": "observe_objective",
+    "running Subject(loss=...) on rows of the first step": "observe_objective",
     "simulating a step": "observe_size",
     "stepping the optimizer before saving": "first_step",
     "saving the model": "save_model",

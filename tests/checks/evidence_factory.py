@@ -13,17 +13,22 @@ from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
-from pytest_fsdp_meta.checks.training.facts import RankTrainingMode, StepNotFinite
+from pytest_fsdp_meta.checks.training.facts import (
+    ForwardWeights,
+    RankTrainingMode,
+    SecondStep,
+    StepNotFinite,
+    TrainedBuffers,
+)
+from pytest_fsdp_meta.checks.values.facts import Element
 from pytest_fsdp_meta.evidence import (
     Accumulation,
     Clipping,
     Comparison,
     DrawnTensor,
-    Element,
     Epoch,
     Evidence,
     Export,
-    ForwardWeights,
     Measure,
     MeshFacts,
     Movement,
@@ -34,11 +39,9 @@ from pytest_fsdp_meta.evidence import (
     RankTraining,
     ReferenceFacts,
     Resharded,
-    SecondStep,
     Spread,
     SubjectFacts,
     TensorFacts,
-    TrainedBuffers,
     Unavailable,
     WorldFacts,
     splits_model,

@@ -36,7 +36,7 @@ def shown(check: str, evidence: Evidence) -> list[tuple[str | None, tuple[int, .
     [
         (2.0, 0.0, (0, 1), "moves 2 times as far as the reference's", ""),
         (1.0, 2.0, (1,), "changes differently from the reference's", ""),
-        (0.0, 0.0, (0, 1), "does not move", "nothing updates it"),
+        (0.0, 0.0, (0, 1), "does not move", "its update changes nothing"),
         (0.0, 0.0, (1,), "does not move", "the other ranks update it and these do not"),
     ],
 )

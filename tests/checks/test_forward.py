@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
+from pytest_fsdp_meta.checks.training.facts import ForwardWeights, StaleWeight
 from tests.checks.evidence_factory import (
     EMBEDDING,
     HEAD,

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_meta.checks.training.facts import FirstBackward
-from pytest_fsdp_meta.evidence import Accumulation, Comparison, Element, Evidence, Measure, SmallerWorld
+from pytest_fsdp_meta.checks.tracing.facts import OUTPUT, RankTrace, TracedCall
+from pytest_fsdp_meta.checks.training.facts import FirstBackward, Objective
+from pytest_fsdp_meta.checks.values.facts import Element
+from pytest_fsdp_meta.evidence import Accumulation, Comparison, Evidence, Measure, SmallerWorld
 from tests.checks.evidence_factory import (
     COUNTER,
     EMBEDDING,
@@ -427,7 +429,7 @@ def test_a_batch_that_cannot_be_split():
     assert (found.status, found.reason) == ("skipped", f"batch(0): {problem}; give it more rows")
 
 
-UNKNOWN = "train_step takes gradients of another loss than Subject(loss=...), of other rows, or scales"
+UNKNOWN = "train_step differs from one backward of Subject(loss=...) in a way that was not found"
 
 
 @pytest.mark.parametrize(
@@ -461,6 +463,46 @@ def test_what_scales_the_gradients_after_the_last_backward_is_named_if_it_explai
     evidence = with_reference(healthy(), norm=0.5, norm_before_clipping=1.5)
     clips = declare(evidence, declared=evidence.subject.declared | {"train_step"}, max_grad_norm=bound)
     for rank, scale in enumerate(scales):
-        watched = FirstBackward(((0, 2),), 1.0, ((0.0, False), (2.0, False), (2.0 * scale, True)))
+        watched = FirstBackward(((0, 2),), (math.nan,), ((0.0, False), (2.0, False), (2.0 * scale, True)))
         clips = on_runs(clips, [rank], first_backward=watched, rows=2)
-    assert cause_of(remeasured(clips, MIDDLE, factor)).startswith(cause)
+    for name in (EMBEDDING, MIDDLE, HEAD):
+        clips = remeasured(clips, name, factor)
+    assert {finding.cause[: len(cause)] for finding in verdict(PARITY, clips).findings} == {cause}
+
+
+ALL, MULTIPLE = (
+    "the losses that train_step differentiates add up to 2 times",
+    "of the first micro-batch, train_step dif",
+)
+OTHER, DIFFERENT = "train_step differentiates another loss", "the forward is correct and the backward is not"
+SAME_VALUE = "of the first micro-batch, train_step's loss is that of Subject(loss=...)"
+
+
+@pytest.mark.parametrize(
+    ("values", "objective", "declared", "cause"),
+    [
+        ((1.0, 1.0), (1.0, 1.0, 0.0), {}, ALL),
+        ((0.6, 0.6), (1.2, 0.5, 0.0), {}, MULTIPLE),
+        ((0.6, 0.6), (1.0, 0.6, 0.5), {}, OTHER),
+        ((0.5, 0.5), (1.0, 0.2, 0.5), {}, SAME_VALUE),
+        ((0.6, 0.6), (1.0, 0.5, 0.0), {"loss_over_ranks": "same"}, MULTIPLE),
+        ((0.6, 0.6), (1.0, 0.5, 0.0), {}, DIFFERENT),
+        ((0.5, 0.5), (1.0, 0.5, 0.0), {}, DIFFERENT),
+        ((65536.0, 65536.0), (1.0, 65536.0, 0.0), {}, DIFFERENT),
+        ((math.nan, 0.5), (math.nan, math.nan, math.nan), {}, DIFFERENT),
+        ((), (1.0, 0.5, 0.0), {}, DIFFERENT),
+    ],
+)
+def test_what_the_step_differentiates_explains_only_what_it_can(values, objective, declared, cause):
+    right = healthy().reference.losses[0]
+    norms = tuple((float((number + 1) // 2), True) for number in range(2 * len(values) + 1))
+    watched = FirstBackward(((0, 1), (1, 2))[: len(values)], tuple(right * value for value in values), norms)
+    tried = Objective(right * objective[0], *objective[1:])
+    evidence = declare(on_runs(healthy(), None, first_backward=watched, objective=tried, rows=2), **declared)
+    agrees = RankTrace(forward=(TracedCall(OUTPUT, "layers.0", compared=1, noise=1e-6),))
+    evidence = replace(evidence, traces=(agrees, agrees))
+    factor = sum(values) if sum(values) == 2 else 1.0
+    wrong = remeasured(evidence, MIDDLE, factor, apart=0.0 if factor == 2 else 9.0)
+    for name in (EMBEDDING, HEAD) if factor == 2 else ():
+        wrong = remeasured(wrong, name, factor)
+    assert {finding.cause[: len(cause)] for finding in verdict(PARITY, wrong).findings} == {cause}

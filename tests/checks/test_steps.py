@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Evidence, Noise, OwnClipping, TensorNoise
+from pytest_fsdp_meta.checks.training.facts import OwnClipping
+from pytest_fsdp_meta.evidence import Accumulation, Clipping, Comparison, Evidence, Noise, TensorNoise
 from tests.checks.evidence_factory import (
     EMBEDDING,
     MIDDLE,

@@ -18,8 +18,9 @@ from pytest_fsdp_meta import Part, Subject
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.training.observe.movement import copy_shards, moved_rows, movements
+from pytest_fsdp_meta.checks.values.facts import Element
 from pytest_fsdp_meta.checks.values.observe import SLICE, compare, length, measure
-from pytest_fsdp_meta.evidence import Comparison, Element, Movement
+from pytest_fsdp_meta.evidence import Comparison, Movement
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.ranks.batches import call_field, loss_of
 from pytest_fsdp_meta.ranks.bits import digest

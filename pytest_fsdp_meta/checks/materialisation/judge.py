@@ -52,8 +52,8 @@ def no_meta_buffers(view: View) -> Iterable[Finding]:
     uses=["values"],
     after=[MANIFEST, NAMES, SHAPES],
     why="Uninitialised memory often holds plausible values: the model runs, is wrong, and differs between runs.",
-    cause="to_empty() or torch.empty() allocated it and nothing wrote to it: the checkpoint does not contain it, or "
-    "the names differ",
+    cause="to_empty() or torch.empty() allocated it and nothing wrote to it: loading skips it, or the checkpoint has "
+    "it under another name or not at all",
     remedy="load it, or recompute it after to_empty() as the module's __init__ does",
     references=["NVIDIA-NeMo/Automodel#3808", "mosaicml/llm-foundry#1745"],
 )
@@ -73,6 +73,8 @@ def no_uninitialized_memory(view: View) -> Iterable[Finding]:
             explanation = _untied(view.evidence.inventory[finding.ranks[0]], name, broken.get(name, ()))
             if not explanation and name in drawn:
                 explanation = _NOT_DRAWN
+            elif not explanation and tensor.poisoned < tensor.numel:
+                explanation = _IN_PART
             yield replace(finding, detail=f"{tensor.poisoned} of {tensor.numel} elements", **explanation)
     unpoisoned = [rank.rank for rank in view.evidence.inventory if not rank.poison_kept]
     if unpoisoned:
@@ -95,6 +97,10 @@ def _poisoned(tensor: TensorFacts, differs: bool) -> Mismatch | None:
     return Mismatch(f"never written (poison value {value})", "written by the loader", **explanation)
 
 
+_IN_PART: Explanation = {
+    "cause": "a part of it was written: some rows, some blocks of a fused tensor, or what a smaller checkpoint has",
+    "remedy": "write the other elements as well, or draw them and declare the rows: Subject(drawn={name: slice})",
+}
 _NOT_DRAWN: Explanation = {
     "cause": "it is declared drawn, and what draws it did not reach it: a slice or view of a DTensor is a copy where "
     "there are several ranks, or its module has no reset_parameters()",
@@ -149,7 +155,7 @@ def _on_other_devices(view: View, kind: str) -> Iterable[Finding]:
     promise="every parameter is on its rank's device, including the index, or on the CPU if declared offloaded",
     after=[MANIFEST, *META],
     why="A parameter on another rank's device uses that rank's memory; one on the CPU is copied in every forward.",
-    cause="the device was given without an index, or it stayed on the device that the checkpoint was read to",
+    cause="the device was given without an index, or it was left where it was created or the checkpoint was read to",
     remedy="use fsdp.device, which includes the index; declare Subject(offloaded=...) for intended CPU offload",
     references=["vllm-project/speculators#314", "pytorch/pytorch#135156"],
 )
@@ -161,7 +167,7 @@ def params_on_rank_device(view: View) -> Iterable[Finding]:
     promise="every buffer is on its rank's device, including the index",
     after=[MANIFEST, *META],
     why="The forward may copy a buffer from another device at every call, or fail only on the path that reads it.",
-    cause="the buffer was created outside the context that sets the device, and FSDP moves parameters only",
+    cause="it was created outside the context that sets the device, or after fully_shard(), which moves what it finds",
     remedy="move buffers to fsdp.device with the model, or create them on the device",
     references=["NVIDIA-NeMo/Automodel#2146"],
 )

@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from math import prod
 from operator import gt, ne
 
-from pytest_fsdp_meta.evidence import TensorFacts, holding_stages, replicates, splits_model, splits_stages
+from pytest_fsdp_meta.checks.sharding.facts import holding_stages
+from pytest_fsdp_meta.evidence import TensorFacts, replicates, splits_model, splits_stages
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, Mismatch, either
 from pytest_fsdp_meta.judging.registry import structure_check
 from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, View, majority, ranks_by
@@ -294,8 +295,8 @@ _WHOLE_AS_PART: Explanation = {
     promise="every parameter and buffer has the same dtype as in the reference",
     after=[MANIFEST, NAMES, SHAPES],
     why="Norms, routers and rotary frequencies that are rounded to bfloat16 silently cost accuracy.",
-    cause="a cast of the whole model (model.to(dtype), a default dtype, torch_dtype=...) included tensors that must "
-    "keep their dtype",
+    cause="a cast of the model (model.to(dtype), a default dtype, torch_dtype=...) or of this tensor changed what must "
+    "keep its dtype",
     remedy="cast parameters by name; if this is intended, cast the reference the same way: "
     "Subject(reference=lambda: build().to(torch.bfloat16))",
     references=["huggingface/accelerate#3985", "vllm-project/speculators#668", "NVIDIA-NeMo/Automodel#2549"],

@@ -27,7 +27,7 @@ AFTER = -1
 OWN_CHANGES, GIVEN_BUFFERS, GIVEN_STATE = "own changes", "given buffers", "given state"
 """What ranks record for the reference."""
 FIRST_BACKWARD = "first backward"
-"""The key of the ranks' state under which the watch of the first step stays."""
+"""The key of the ranks' state under which what was seen of the first step stays."""
 
 
 class Moment(NamedTuple):
@@ -216,27 +216,22 @@ class Followed:
 
 @dataclass(frozen=True)
 class FirstBackward:
-    """What a rank's first step of the author's differentiates, if each micro-batch has a backward of its own."""
+    """What a rank's first step of the author's differentiates."""
 
     pieces: tuple[tuple[int, int], ...]
-    """The half-open range of the rank's rows of each micro-batch."""
-    value: float
-    """That from which the first backward begins."""
-    lengths: tuple[tuple[float, bool], ...]
+    """The half-open range of the rank's rows that each backward differentiates; empty if that is not known."""
+    values: tuple[float, ...]
+    """The losses from which the backwards begin."""
+    norms: tuple[tuple[float, bool], ...]
     """Before and after each backward, and before the optimizer's step: the norm of this rank's gradients, and whether
     they are a multiple of those at the moment before."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What ``Subject(loss=...)`` makes of the same rows, with the loaded weights."""
+    """What ``Subject(loss=...)`` makes of the first piece of ``FirstBackward``, with the loaded weights."""
 
-    losses: tuple[float, ...]
-    """Of each micro-batch."""
-    whole: float
-    """Of all of this rank's rows."""
-    labels: tuple[int, int]
-    """Those of the first micro-batch, as in ``RankTraining.labels``."""
+    loss: float
     factor: float
     """The gradient that reaches the outputs of the author's first forward, in multiples of what reaches them here."""
     residual: float

@@ -17,8 +17,8 @@ from pytest_fsdp_meta.text import counted
     uses=["reference"],
     after=["same_manifest_on_every_rank", "names_match_reference", "no_meta_params"],
     why="Two untied copies start equal and diverge in training, and saving the model drops one of them.",
-    cause="to_empty() or loading gave each name its own storage: the weights were tied before that, or their modules "
-    "are in two FSDP groups",
+    cause="each name has a storage of its own since to_empty(), loading or a new parameter, and nothing tied them "
+    "after that; or their modules are in two FSDP groups",
     remedy="tie before fully_shard() with both modules in one FSDP group, and tie again (tie_weights()) after what "
     "makes new parameters: to_empty(), load_state_dict(assign=True)",
     references=[

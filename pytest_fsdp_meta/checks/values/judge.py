@@ -420,8 +420,8 @@ _NOT_KEPT: Explanation = {
     "rows that are drawn: Subject(drawn={name: slice})",
 }
 _DRAWN_WRONG: Explanation = {
-    "cause": "it was drawn from a distribution with wrong limits, or scaled by a size that is zero on this rank or on "
-    "meta",
+    "cause": "it was drawn from a distribution with wrong limits, scaled by a size that is zero on this rank or on "
+    "meta, or overwritten after the draw",
     "remedy": "take the sizes from the whole parameter, not from the local shard, and initialise after to_empty()",
 }
 _SHAPE: Explanation = {

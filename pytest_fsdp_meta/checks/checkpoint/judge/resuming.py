@@ -97,8 +97,8 @@ def _explain_states(
 
 _LOST, _NOT_SAVED = "no optimizer state after loading", "none, as saved"
 _NOTHING_LOADED: Explanation = {
-    "cause": "no state is loaded: save() or resume() leaves the optimizer out, or the loader leaves gradients behind, "
-    "which make set_optimizer_state_dict assume that the optimizer already has a state",
+    "cause": "no state is loaded: save() or resume() leaves the optimizer out, or loads into the state dict of one "
+    "that has none yet; or gradients of the loader make set_optimizer_state_dict assume that it has one",
     "remedy": "save and load the optimizer with the model, and call zero_grad() after a warm-up",
 }
 _EMPTY_ENTRIES: Explanation = {

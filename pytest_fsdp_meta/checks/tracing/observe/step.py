@@ -33,8 +33,6 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import (
     batch_slice,
-    count_labels,
-    count_rows,
     loss_of,
     model_splits,
     rows_of_step,
@@ -46,6 +44,7 @@ from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.module_watch import ModuleWatch, Watcher, describe_modules
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at
+from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.worlds import SEED, CallFailed, current, doing
 
 
@@ -129,31 +128,31 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
 
 
 def observe_objective(trained: Collection[str], folder: str) -> Objective:
-    """Run ``Subject(loss=...)`` on each micro-batch of the author's first step, with the loaded weights, or raise."""
+    """Run ``Subject(loss=...)`` on the first micro-batch of the author's first step, with the loaded weights."""
     rank = current()
-    subject, author = loaded_subject(rank), rank.state[FIRST_BACKWARD]
+    subject, (author, samples, modes) = loaded_subject(rank), rank.state[FIRST_BACKWARD]
     rows = rows_of_step(subject, 0, batch_slice(subject, rank), rank.device)
-    pieces = [*author.observed().pieces, (0, count_rows(rows))]
     sliced = {key for key, value in rows.items() if isinstance(value, Tensor) and value.ndim}
-    parts = [{key: v[slice(*piece)] if key in sliced else v for key, v in rows.items()} for piece in pieces]
-    watch, losses = BackwardWatch(subject.model, rows), list[float]()
-    doing("running Subject(loss=...) on the rows of the first step")
+    piece = {key: value[slice(*author.pieces[0])] if key in sliced else value for key, value in rows.items()}
+    watch = BackwardWatch(subject.model, piece)
+    doing("running Subject(loss=...) on rows of the first step")
+    now = [(module, module.training) for module, _ in modes]
     try:
+        for module, training in modes:  # the step may leave others behind
+            module.training = training
         loaded = _loaded_values(subject.model, trained, Record(record_at(folder, "values")))
-        with loaded, comparable_modes(subject.model):
-            for part in parts:
-                seed_all(SEED)
-                with torch.set_grad_enabled(not losses), nullcontext() if losses else watch.watching():
-                    loss = loss_of(subject, part)
-                if not losses:
-                    loss.backward()
-                losses.append(scalar(loss))
+        with loaded, comparable_modes(subject.model), watch.watching():
+            seed_all(SEED)
+            loss = loss_of(subject, piece)
+            loss.backward()
     except Exception as error:
         raise NotTraceable(describe_cause(error)) from error
     finally:
         drop_gradients(subject.model)
         reshard(subject.model)
-    return Objective(tuple(losses[:-1]), losses[-1], count_labels(parts[0]), *_multiple(author.samples, watch.samples))
+        for module, training in now:
+            module.training = training
+    return Objective(scalar(loss), *_multiple(samples, watch.samples))
 
 
 def _multiple(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -206,7 +205,8 @@ def _run_watched(subject: Subject, traced: TracedReference, rows: tuple[int, int
         batch = rows_of_step(subject, traced.step, rows, device)
         seed_all(SEED + traced.step)
         backward = traced.backward and any(parameter.requires_grad for parameter in model.parameters())
-        with torch.set_grad_enabled(backward), model.register_forward_hook(lambda *_: returned.append(None)):
+        hook = model.register_forward_hook(lambda *_: returned.append(None)) if takes_hooks(model) else nullcontext()
+        with torch.set_grad_enabled(backward), hook:
             try:
                 loss = loss_of(subject, batch)
             except CallFailed:

@@ -1,185 +1,182 @@
-"""What a step of the author's does otherwise than one backward of Subject(loss=...), by what was seen and tried."""
+"""Explain how the author's first step differs from one backward of Subject(loss=...), by what was seen and tried."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from pytest_fsdp_meta.checks.training.facts import FirstBackward, Objective, RankTraining
+from pytest_fsdp_meta.checks.tracing.judge import AGREE, follow_step
+from pytest_fsdp_meta.checks.training.facts import FirstBackward, RankTraining
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from pytest_fsdp_meta.judging.findings import Explanation
+from pytest_fsdp_meta.judging.gates import global_losses
 from pytest_fsdp_meta.judging.limits import tolerance
 from pytest_fsdp_meta.judging.multiples import divides, number_of, whole
 from pytest_fsdp_meta.judging.view import View
-from pytest_fsdp_meta.text import counted
 
-Tried = Sequence[tuple[RankTraining, FirstBackward, Objective]]
-SAME, EXACT = 0.01, 1e-4
+SAME, EXACT = 0.02, 1e-4
 """Relative: factors that differ by less are the same, and norms of gradients that nothing has changed."""
 
 
-def explain_step(view: View, runs: Sequence[RankTraining], factor: float | None = None) -> Explanation:
+def explain_step(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
     """Return why the gradients of the author's first step are wrong; {} if nothing that was seen decides.
 
     ``factor`` is that of all gradients, if they have one.
     """
-    return _unlike_backwards(runs) or explain_objective(view, runs, factor) or _changed_after(view, runs, factor)
+    if not (seen := _watched(runs)):
+        return {}
+    between = _unlike_backwards(seen) if factor is None else {}  # which makes no multiple of the right ones
+    return between or explain_objective(view, runs, factor) or _changed_after(view, seen, factor)
 
 
 def explain_objective(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
-    """Return how the loss that the first step differentiates is not the declared one; {} if that is not known."""
-    seen = [(run, run.first_backward) for run in runs if run.first_backward is not None]
-    for run, own in seen:
-        if left := sorted(set(range(run.rows)).difference(*(range(*piece) for piece in own.pieces))):
-            which = f"{counted(len(left), 'row')} of {run.rows}, from row {left[0]} on"
-            return {"cause": f"train_step leaves out {which}", "remedy": "train on all the rows that train_step gets"}
-    tried = [(run, own, run.objective) for run, own in seen if run.objective is not None]
-    if not tried or len(tried) < len(runs):
+    """Return how what the first step differentiates is not the declared loss of all rows; {} if that is not known."""
+    total, expected = _total(view, runs), (view.reference.losses or (math.nan,))[0]
+    ratio = total / expected if expected else math.nan
+    allowed, multiples = max(SAME, tolerance(view, GRADIENT_TOLERANCE)), 0
+    for run, own in zip(runs, _watched(runs), strict=False):
+        tried = run.objective
+        if tried is None or not tried.loss or not math.isfinite(tried.residual + own.values[0]):
+            continue
+        value = own.values[0] / tried.loss
+        if tried.residual > allowed:
+            same = math.isclose(value, (own.pieces[0][1] - own.pieces[0][0]) / run.rows, rel_tol=SAME)
+            values = f"of the first micro-batch, with the same weights, {own.values[0]:.4g} for {tried.loss:.4g}"
+            cause = f"train_step differentiates another loss than Subject(loss=...), not a multiple of it: {values}"
+            return _DETACHED if same else {"cause": cause, "remedy": _COMPARE}
+        times = tried.factor / value
+        # A loss that every rank returns for all may be reduced in one of the two places only.
+        if abs(times - 1) > allowed and view.evidence.subject.loss_over_ranks != "same":
+            if factor is None or not abs(times * ratio - factor) <= SAME * abs(factor):
+                return {}
+            return {
+                **_DETACHED,
+                "cause": f"the gradient that train_step starts from is {times:.3g} times that of its loss",
+            }
+        multiples += 1
+    is_wrong = factor is not None and abs(ratio - factor) <= abs(factor - 1) / 10  # it explains what is wrong
+    if not is_wrong and not abs(ratio - 1) > 3 * tolerance(view, LOSS_TOLERANCE):
         return {}
-    allowed, found = max(SAME, tolerance(view, GRADIENT_TOLERANCE)), list[tuple[float, ...]]()
-    for run, own, declared in tried:
-        if not declared.losses[0]:
-            return {}
-        value, parts = own.value / declared.losses[0], _parts(runs, run, own, declared)
-        times = value if math.isnan(declared.factor) else declared.factor
-        if declared.residual > allowed or abs(value - times) > allowed * abs(times):
-            return _other_objective(own, declared, math.isclose(value, parts[0], rel_tol=SAME))
-        found.append(tuple(times / part if part else math.nan for part in parts))
-    by_rows, *by_labels = (shares for shares in zip(*found, strict=True) if not any(map(math.isnan, shares)))
-    if _alike(by_rows, 1):
-        return next(_own_counts(tried, 3 * tolerance(view, LOSS_TOLERANCE)), Explanation())
-    if any(_alike(shares, 1) for shares in by_labels):
+    for run, own in zip(runs, _watched(runs), strict=False):
+        if own.pieces and sorted(row for piece in own.pieces for row in range(*piece)) != [*range(run.rows)]:
+            taken = ", ".join(f"{first} to {last - 1}" for first, last in own.pieces)
+            cause = f"of the rows 0 to {run.rows - 1} that it gets, train_step trains on {taken}"
+            return {"cause": cause, "remedy": "train once on each of them"}
+    if is_wrong and (text := whole(ratio, SAME)):
+        return _explain_constant(view, runs, text)
+    # A forward that departs adds up to another loss as well, and so does the scale of a GradScaler.
+    states = {one.state for one in follow_step(view.evidence.traces or ())[0]}
+    if multiples < len(runs) or states != {AGREE} or not 1 / 16 < ratio < 16:
         return {}
-    for shares in (by_rows, *by_labels):
-        if factor is not None and _alike(shares, factor):
-            return _explain_constant(view, runs, tried, shares[0])
-    least = min((by_rows, *by_labels), key=lambda shares: max(shares) - min(shares))
-    if _alike(least, least[0]):
-        return {}  # it may be the scale of a GradScaler
-    each = f"by rank, it is {min(least):.3g} to {max(least):.3g} times its share of Subject(loss=...)"
-    return {"cause": f"the loss that train_step differentiates has another divisor: {each}", "remedy": _DIVIDE}
-
-
-def _alike(factors: Sequence[float], factor: float) -> bool:
-    return all(abs(own - factor) <= 2 * SAME * abs(factor) for own in factors)
-
-
-def _parts(runs: Sequence[RankTraining], run: RankTraining, own: FirstBackward, declared: Objective) -> list[float]:
-    """Return what fraction of its rank's loss the first micro-batch is: by rows, and by the labels of all ranks."""
-    size, of_slice = run.data_parallel[1], {other.data_parallel[0]: other.labels[0] for other in runs if other.labels}
-    every = [sum(numbers) for numbers in zip(*of_slice.values(), strict=True)]
-    by_labels = [size * own / whole if whole else 0.0 for own, whole in zip(declared.labels, every, strict=True)]
-    return [(own.pieces[0][1] - own.pieces[0][0]) / run.rows, *by_labels]
-
-
-def explain_returned(view: View, runs: Sequence[RankTraining], expected: float) -> Explanation:
-    """Return the explanation if the first loss is wrong, and that of Subject(loss=...) on the ranks' rows is not."""
-    losses = [run.objective.whole for run in runs if run.objective is not None]
-    mean = math.fsum(losses) / len(runs)
-    right = abs(mean - expected) <= 3 * tolerance(view, LOSS_TOLERANCE) * abs(expected)
-    if len(losses) < len(runs) or view.evidence.subject.loss_over_ranks != "mean" or not right:
-        return {}
-    cause = f"Subject(loss=...) has the right mean over the ranks ({mean:.4g}), and train_step returns another number"
-    return {"cause": cause, "remedy": "return the mean of the loss over all the rows that train_step gets"}
-
-
-def _other_objective(own: FirstBackward, declared: Objective, same: bool) -> Explanation:
-    if same:
-        cause = "of the first micro-batch, train_step's loss is that of Subject(loss=...), and its gradient is not: "
-        cause += "a part of it is detached, or a collective in it passes no gradient on"
-        return {"cause": cause, "remedy": "compute it without detach(), and with torch.distributed.nn.functional"}
     return {
-        "cause": "train_step differentiates another loss than Subject(loss=...), not a multiple of it: of the first "
-        f"micro-batch, with the same weights, {own.value:.4g} for {declared.losses[0]:.4g}",
-        "remedy": "compare its terms, their coefficients, the labels and their mask with those of Subject(loss=...)",
+        "cause": "of the first micro-batch, train_step differentiates a multiple of Subject(loss=...), and in all "
+        f"{total:.5g} for {expected:.5g}: each micro-batch or rank is divided by its own count, such as its labels, or "
+        "has its own statistic; or a later one has another loss",
+        "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks",
     }
 
 
-def _own_counts(tried: Tried, allowed: float) -> Iterator[Explanation]:
-    """Yield the explanation if the losses of the micro-batches do not add up to that of all rows."""
-    for run, own, declared in tried:
-        sizes = [last - first for first, last in own.pieces]
-        mean = math.fsum(size * loss for size, loss in zip(sizes, declared.losses, strict=True)) / run.rows
-        if abs(mean - declared.whole) > allowed * abs(declared.whole):
-            cause = f"the mean of Subject(loss=...) over {len(sizes)} micro-batches is {mean:.4g}, and over all rows "
-            cause += f"{declared.whole:.4g}: each is divided by its own count, as of labels, or has its own statistic"
-            yield {"cause": cause, "remedy": _DIVIDE}
+def explain_returned(view: View, runs: Sequence[RankTraining], returned: float) -> Explanation:
+    """Return the explanation if what the first step differentiates adds up to the right loss; {} if it does not."""
+    total, expected = _total(view, runs), (view.reference.losses or (math.nan,))[0]
+    if not abs(total - expected) < abs(returned - expected) / 10:
+        return {}
+    cause = f"what train_step differentiates adds up to the right loss ({total:.5g}), and it returns another number"
+    return {"cause": cause, "remedy": "return the mean of the loss over all the rows that train_step gets"}
 
 
-def _explain_constant(view: View, runs: Sequence[RankTraining], tried: Tried, share: float) -> Explanation:
-    _, own, declared = tried[0]
-    text = whole(share, SAME) or f"{share:.4g}"
+def _watched(runs: Sequence[RankTraining]) -> list[FirstBackward]:
+    """Return what was seen, if all ranks ran as many backwards; where modules draw, no other forward is the same."""
+    seen = [run.first_backward for run in runs if run.first_backward is not None and not run.drawing]
+    numbers = {len(own.values) for own in seen}
+    return seen if len(seen) == len(runs) and len(numbers - {0}) == len(numbers) == 1 else []
+
+
+def _total(view: View, runs: Sequence[RankTraining]) -> float:
+    """Return what the losses from which the backwards begin add up to over all rows; NaN if that is not known."""
+    seen, declared = _watched(runs), view.evidence.subject
+    if not seen or declared.loss_over_ranks == "sum" or _unlike_backwards(seen):  # or what is added up is not known
+        return math.nan
+    summed = tuple(replace(run, losses=(math.fsum(own.values),)) for run, own in zip(runs, seen, strict=True))
+    return global_losses(replace(view.evidence, training=summed))[0]
+
+
+_COMPARE = "compare its terms, their coefficients, the labels and their mask with those of Subject(loss=...)"
+_DETACHED: Explanation = {
+    "cause": "of the first micro-batch, train_step's loss is that of Subject(loss=...), and its gradient is not: a "
+    "part of it is detached, or a collective in it passes no gradient on",
+    "remedy": "compute it without detach(), and with collectives of torch.distributed.nn.functional",
+}
+
+
+def _explain_constant(view: View, runs: Sequence[RankTraining], text: str) -> Explanation:
     number, of_ranks = number_of(view, runs, text)
-    of_step = "the number of micro-batches" if number == str(len(own.pieces)) else ""
-    times = f"{text} of" if divides(text) else f"{text} times"
-    said = f"the loss that train_step differentiates is {times} its share of Subject(loss=...)"
-    if any(abs(declared.factor - count) <= SAME * count for count in declared.labels):
-        said += f": it is the sum over {declared.factor:.0f} labels, not divided by their number"
+    labels = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}.values()
+    known = {"the number of micro-batches": {len(_watched(runs)[0].values)}}
+    known["the mean number of labels on a rank"] = {sum(own) / len(labels) for own in zip(*labels, strict=True)}
+    of_step = next((name for name, numbers in known.items() if int(number) in numbers), "")
+    said = (
+        f"the losses that train_step differentiates add up to {text} {'of' if divides(text) else 'times'} the right one"
+    )
     both = " and ".join(filter(None, (of_step, of_ranks)))
     return {
         "cause": f"{said} ({number} is {both})" if both else said,
         "cause_alone": f"{said} ({number} is {of_step})" if of_step else said,
-        "remedy": SCALE_ONCE,
+        "remedy": _SCALE_ONCE,
     }
 
 
-_DIVIDE = "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks"
-SCALE_ONCE = (
+_SCALE_ONCE = (
     "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average over the "
     "ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor"
 )
 
 
-def _unlike_backwards(runs: Sequence[RankTraining]) -> Explanation:
-    """Explain gradients that change between two backwards, or that a backward leaves as they are."""
-    for run in runs:
-        lengths = run.first_backward.lengths if run.first_backward is not None else ()
-        for number in range(2, len(lengths) - 1, 2):
-            (ended, _), (before, scaled), (after, _) = lengths[number - 1 : number + 2]
-            which = f"backward {number // 2 + 1} of {len(lengths) // 2}"
+def _unlike_backwards(seen: Sequence[FirstBackward]) -> Explanation:
+    """Explain gradients that change between two backwards, or that a backward leaves as they are on every rank."""
+    for number in range(2, min(len(own.norms) for own in seen) - 1, 2):
+        which = f"backward {number // 2 + 1} of {len(seen[0].values)}"
+        for own in seen:
+            (ended, _), (before, scaled) = own.norms[number - 1 : number + 1]
             # Unless what was added up elsewhere is put into the gradients before the step.
-            if ended and abs(before - ended) > EXACT * ended and (scaled or not before) and lengths[-1][1]:
+            if ended and abs(before - ended) > EXACT * ended and (scaled or not before) and own.norms[-1][1]:
                 done = f"scales gradients from norm {ended:.3g} to {before:.3g}" if before else "zeroes the gradients"
                 remedy = "call zero_grad() only after the step of the optimizer, and clip after the last backward"
                 return {"cause": f"train_step {done} before {which}", "remedy": remedy}
-            if before and before == after:
-                cause = f"{which} adds nothing to the gradients, as where their reduction is off (no_sync())"
-                return {"cause": cause, "remedy": "turn the reduction off for all backwards but the last"}
+        given = all(own.values[number // 2] for own in seen)  # where there are no labels, there is nothing to add
+        if given and all(own.norms[number][0] and own.norms[number][0] == own.norms[number + 1][0] for own in seen):
+            cause = f"{which} adds nothing to the gradients, as where their reduction is off (no_sync())"
+            return {"cause": cause, "remedy": "turn the reduction off for all backwards but the last"}
     return {}
 
 
-def _changed_after(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
+def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | None) -> Explanation:
     """Explain gradients by what scales them between the last backward and the step."""
-    ends = [run.first_backward.lengths[-2:] for run in runs if run.first_backward is not None]
+    ends = [own.norms[-2:] for own in seen]
     scales = [stepped / ended for (ended, _), (stepped, scaled) in ends if ended and scaled]
-    if not scales or len(ends) < len(runs):
+    if not scales or not all(map(math.isfinite, scales)):
         return {}
-    if not _alike(scales, scales[0]):
+    if max(scales) > (1 + SAME) * min(scales):
         each = f"{min(scales):.3g} to {max(scales):.3g}"
         cause = f"ranks scale their gradients unlike each other ({each}), as by the norm of each rank's own shards"
         return {"cause": cause, "remedy": "clip by the norm of all ranks (torch.nn.utils.clip_grad_norm_)"}
     bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
     due = bound / norm if bound and norm and norm > bound else 1.0
-    if not factor or abs(factor * due / scales[0] - 1) > 2 * SAME:
-        return {}  # another scale before that, such as that of a GradScaler
+    explains = factor and abs(factor * due / scales[0] - 1) <= SAME  # else another scale came before that
+    if not explains or abs(scales[0] / due - 1) <= SAME:
+        return {}
     own = f"scales gradients by {scales[0]:.3g}" if abs(scales[0] - 1) > EXACT else "leaves gradients as they are"
     theirs = "the reference does not" if due == 1 else f"clipping to max_grad_norm={bound:g} scales them by {due:.3g}"
-    cause = f"train_step {own} after the last backward, and {theirs}"
     remedy = "clip once before the step, by the norm of all ranks, to the bound that is declared"
     return {
-        "cause": cause,
+        "cause": f"train_step {own} after the last backward, and {theirs}",
         "remedy": remedy if bound else "if train_step clips, declare Subject(max_grad_norm=<its bound>)",
     }
 
 
-def unknown_step(view: View, runs: Sequence[RankTraining]) -> bool:
-    """Return whether what the author's step differentiates is not known."""
-    return "train_step" in view.evidence.subject.declared and not all(run.objective for run in runs)
-
-
 UNKNOWN_STEP: Explanation = {
-    "cause": "train_step takes gradients of another loss than Subject(loss=...), of other rows, or scales, clips or "
-    "reduces them otherwise; which of these was not tried, because it is not known which rows its forwards get",
-    "remedy": "compare labels, mask and divisor with those of Subject(loss=...), over all micro-batches and ranks; "
-    "reduce once, after the last micro-batch; clip once, after the reduction, by the norm of all ranks",
+    "cause": "train_step differs from one backward of Subject(loss=...) in a way that was not found: in its rows, "
+    "labels, mask or divisor, or in how gradients are scaled, clipped or reduced; or the forward differs",
+    "remedy": "compare them with Subject(loss=...); reduce and clip once, after the last micro-batch",
 }

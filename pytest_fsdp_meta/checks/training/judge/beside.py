@@ -185,7 +185,7 @@ _UPDATED_ON_SOME: Explanation = {
     "remedy": "update it on every rank: each holds a shard of the weights that it averages",
 }
 _NEVER_UPDATED: Explanation = {
-    "cause": "nothing updates it: train_step has a parameter beside and leaves it alone, or it averages a copy of the "
-    "model, and not the model that trains",
+    "cause": "its update changes nothing: it skips these tensors (plain ones, or DTensors), or averages a copy of the "
+    "model; or train_step has a parameter beside, and does not call it",
     "remedy": "update it after each step of the optimizer, from the parameters that the optimizer holds",
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from math import prod
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
-from pytest_fsdp_meta.checks.training.judge.author_step import UNKNOWN_STEP, explain_step, unknown_step
+from pytest_fsdp_meta.checks.training.judge.author_step import UNKNOWN_STEP
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -32,13 +31,15 @@ def explain_module(view: View) -> Explanation:
 
 
 def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: str) -> Explanation:
-    if explanation := explain_step(view, runs, float(Fraction(factor))):
-        return explanation
     if factor == "0":
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
     if not meaning:
-        undecided = UNKNOWN_STEP if unknown_step(view, runs) else Explanation(cause=CONSTANT, remedy=_UNSCALED)
+        undecided = (
+            UNKNOWN_STEP
+            if "train_step" in view.evidence.subject.declared
+            else Explanation(cause=CONSTANT, remedy=_UNSCALED)
+        )
         return explain_uneven_backwards(view) or undecided
     counted = f"({number} is {meaning})"
     if not divides(factor):
@@ -65,15 +66,12 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
 def explain_other(view: View, name: str, cases: Cases) -> Explanation:
     if uneven := explain_uneven_backwards(view):
         return uneven
-    runs = view.evidence.training or ()
     own, reference = view.evidence.inventory[0].tied_with, view.reference_inventory.tied_with
     if not own.get(name, frozenset({name})) <= reference.get(name, frozenset({name})):  # tied here alone
         explanation = _TIED
-    elif by_step := explain_step(view, runs):
-        return by_step
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
-    elif unknown_step(view, runs):
+    elif "train_step" in view.evidence.subject.declared:
         explanation = UNKNOWN_STEP
     elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
         explanation = _ON_SOME_RANKS
@@ -177,10 +175,9 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
     # Not where FSDP2 manages none of these and does manage others, such as frozen ones.
     every = len(names) > 1 and names.keys() == unreduced and not (managed and managed.isdisjoint(unreduced))
     explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
-    if every and (dims := _lacking_dims(view, found[0][0], runs[0].data_parallel[1])):
-        explanation = _on_a_part_of_the_mesh(dims)
     for name, ranks, detail in found:
-        yield Finding(name, ranks, *_UNREDUCED, detail, **explanation)
+        dims = _lacking_dims(view, name, runs[0].data_parallel[1])
+        yield Finding(name, ranks, *_UNREDUCED, detail, **(_on_a_part_of_the_mesh(dims) if dims else explanation))
 
 
 def _lacking_dims(view: View, name: str, slices: int) -> str:
@@ -194,7 +191,7 @@ def _lacking_dims(view: View, name: str, slices: int) -> str:
 
 
 def _on_a_part_of_the_mesh(dims: str) -> Explanation:
-    cause = f"the model is sharded on a mesh without {dims}, and nothing else reduces the gradients over it"
+    cause = f"it is sharded on a mesh without {dims}, and nothing else reduces the gradients over it"
     remedy = f"pass a mesh with {dims} to fully_shard(): two dimensions mean hybrid sharding; or declare"
     return {"cause": cause, "remedy": f"{remedy} Subject(data_parallel=...) if ranks along {dims} see the same rows"}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin, explain_settings
-from pytest_fsdp_meta.checks.training.judge.author_step import SCALE_ONCE, explain_step
+from pytest_fsdp_meta.checks.training.judge.author_step import UNKNOWN_STEP, explain_step
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     CONSTANT,
     backward_order,
@@ -74,7 +74,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
         elif before := [*_scaled_below_the_bound(view, runs)]:
-            found = [*before, *(finding.explained_by(_BEFORE_CLIPPING) for finding in found)]
+            found = [*before, *(finding.explained_by(before[0].explanation) for finding in found)]
         elif configured := explain_settings(view.evidence.traces, departing):
             found = [finding.explained_by(configured) for finding in found]
         elif module := explain_module(view):
@@ -111,7 +111,7 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
     """Report gradients that are right after clipping, and were the same multiple of the reference's before."""
     if (factor := _factor_before_clipping(view, runs)) is not None:
         detail = "the clipped ones are equal, as long as their norm exceeds the bound"
-        explanation = explain_step(view, runs, factor) or _BEFORE_CLIPPING
+        explanation = explain_step(view, runs, factor) or UNKNOWN_STEP
         yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, step=0, **explanation)
 
 
@@ -172,7 +172,8 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
     left, _ = _common_factor([c.measure for run in runs for c in run.gradients if c.measure is not None])
     if abs(left * bound / (factor * norm) - 1) <= 2 * SCALED:
         detail = f"their norm is below max_grad_norm={bound:g}, to which the reference clips"
-        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **_BEFORE_CLIPPING)
+        explanation = explain_step(view, runs, factor) or UNKNOWN_STEP
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
@@ -185,6 +186,9 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     excused = excused_gradients(view, runs)
     none = len(names) > 1 and all(set(names) <= set(run.without_gradient) for run in runs)
     sharpest = _sharpest_factors(pairs, limits)
+    measures = [c.measure for cases in pairs.values() for _, c in cases if c.measure is not None]
+    factor, left = _common_factor(measures) if all(math.isfinite(m.apart) for m in measures) else (1.0, math.inf)
+    by_step = explain_step(view, runs, factor if left <= max(SCALED, limits.relative) * abs(factor) else None)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -192,7 +196,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest)
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step)
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
@@ -262,6 +266,7 @@ def _describe_wrong(
     wrong: Cases,
     limits: Limits,
     sharpest: Mapping[int, tuple[float, str]],
+    by_step: Explanation,
 ) -> Iterator[Finding]:
     """Yield a finding for each constant factor that ranks are off by, and one for ranks without such a factor."""
     allowed = limits.relative_to(wrong)
@@ -277,7 +282,8 @@ def _describe_wrong(
         by_factor.setdefault(text, []).append((rank, c))
     for text, cases in by_factor.items():
         ranks = tuple(rank for rank, _ in cases)
-        explanation = explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
+        by_numbers = explain_factor(view, runs, name, text) if text else explain_other(view, name, cases)
+        explanation = by_step or by_numbers
         actual = f"gradient is {text} times the reference's" if text else "gradient differs from the reference's"
         detail = "" if text else describe_error(limits, cases)
         yield Finding(name, ranks, actual, limits.describe(cases), detail, **explanation)
@@ -311,9 +317,4 @@ _REDUCTION_OFF: Explanation = {
     "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), train_step calls zero_grad() between the "
     "backward and the step, or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
-}
-_BEFORE_CLIPPING: Explanation = {
-    "cause": "train_step scales its loss once too often or too rarely: by its micro-batches, tokens or ranks, which "
-    "the loss or a framework may have done already, or by a GradScaler that does not unscale before clipping",
-    "remedy": SCALE_ONCE,
 }

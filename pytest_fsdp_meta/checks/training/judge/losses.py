@@ -11,7 +11,6 @@ from pytest_fsdp_meta.checks.training.judge.author_step import (
     UNKNOWN_STEP,
     explain_objective,
     explain_returned,
-    unknown_step,
 )
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -189,14 +188,16 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         return _OWN_LABELS
     ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
     explanation = (
-        explain_objective(view, runs, ours / theirs if theirs else None)
+        _explain_draws(runs)
+        or explain_objective(view, runs, ours / theirs if theirs else None)
         or _explain_multiple(view, runs, allowed)
-        or _explain_draws(runs)
         or uneven
         or explain_module(view)
-        or explain_returned(view, runs, theirs)
+        or explain_returned(view, runs, ours)
     )
-    return explanation or add_precision(view, UNKNOWN_STEP if unknown_step(view, runs) else _OTHER_FORWARD)
+    return explanation or add_precision(
+        view, UNKNOWN_STEP if "train_step" in view.evidence.subject.declared else _OTHER_FORWARD
+    )
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:

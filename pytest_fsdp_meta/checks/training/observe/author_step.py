@@ -74,8 +74,6 @@ def run_author_step(
     def before_step(part: Optimizer) -> None:
         steps.append(part)
         if not errors:
-            if watch is not None:
-                watch.note_gradients()
             rates.append(rates_of(optimizer))
             errors.append(_error_of(observe))
         buffers.begin(UPDATE)
@@ -181,8 +179,8 @@ def _backwards(scale: float, buffers: BufferWatch, watch: BackwardWatch | None) 
             if outermost:
                 running.clear()
                 buffers.end()
-                if watch is not None:
-                    watch.note_gradients()
+        if outermost and watch is not None:
+            watch.note_gradients()
 
     torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
     try:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module
 
+from pytest_fsdp_meta.checks.training.facts import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.checks.values.observe import all_equal
-from pytest_fsdp_meta.evidence import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import loss_of
 from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from pytest_fsdp_meta.checks.training.facts import OwnClipping
 from pytest_fsdp_meta.checks.values.observe import comparable, compare_gradients, measure, read_part
-from pytest_fsdp_meta.evidence import Clipping, Comparison, OwnClipping
+from pytest_fsdp_meta.evidence import Clipping, Comparison
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part

@@ -24,6 +24,9 @@ from pytest_fsdp_meta.checks.training.facts import (
     LAST_BUFFERS,
     OWN_CHANGES,
     FirstBackward,
+    OwnClipping,
+    SecondStep,
+    TrainedBuffers,
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
 from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
@@ -55,15 +58,7 @@ from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, broadcast_buffers
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
-from pytest_fsdp_meta.evidence import (
-    Clipping,
-    Comparison,
-    Movement,
-    OwnClipping,
-    RankTraining,
-    SecondStep,
-    TrainedBuffers,
-)
+from pytest_fsdp_meta.evidence import Clipping, Comparison, Movement, RankTraining
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
@@ -221,7 +216,8 @@ class _RankSteps(StepObserver):
         with self.modes[-1].watching(), self.weights.next_step(), self.buffers.during(step), first:
             yield
         if self.watch is not None:
-            self._rank.state[FIRST_BACKWARD], self.first_backward = self.watch, self.watch.observed()
+            self.first_backward = self.watch.observed()
+            self._rank.state[FIRST_BACKWARD] = self.first_backward, self.watch.samples, self.watch.modes
 
     def after_backward(self, step: int) -> None:
         if step == 0:
@@ -276,6 +272,8 @@ class _RankSteps(StepObserver):
         return tuple(name for name in found if not any(entry.endswith(f".{name}") for entry in copied))
 
     def _observe_first_gradients(self) -> None:
+        if self.watch is not None:
+            self.watch.note_gradients()
         gradients = gradients_of(self._model)
         self.without_gradient = without_gradient(self._model, gradients)
         self.norm, self.norm_problem = gradient_norm(self._model, self._subject.clip_grad_norm)
