@@ -178,5 +178,5 @@ def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | No
 UNKNOWN_STEP: Explanation = {
     "cause": "train_step differs from one backward of Subject(loss=...) in a way that was not found: in its rows, "
     "labels, mask or divisor, or in how gradients are scaled, clipped or reduced; or the forward differs",
-    "remedy": "compare them with Subject(loss=...); reduce and clip once, after the last micro-batch",
+    "remedy": "compare them with Subject(loss=...); if train_step clips, declare Subject(max_grad_norm=<its bound>)",
 }
