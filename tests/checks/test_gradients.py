@@ -490,6 +490,7 @@ SAME_VALUE = "of the first micro-batch, train_step's loss is that of Subject(los
         ((0.5, 0.5), (1.0, 0.5, 0.0), {}, DIFFERENT),
         ((65536.0, 65536.0), (1.0, 65536.0, 0.0), {}, DIFFERENT),
         ((math.nan, 0.5), (math.nan, math.nan, math.nan), {}, DIFFERENT),
+        ((0.0, 1.0), (1.0, 0.5, 0.0), {}, DIFFERENT),
         ((), (1.0, 0.5, 0.0), {}, DIFFERENT),
     ],
 )

@@ -37,7 +37,9 @@ def explain_objective(view: View, runs: Sequence[RankTraining], factor: float | 
     allowed, multiples = max(SAME, tolerance(view, GRADIENT_TOLERANCE)), 0
     for run, own in zip(runs, _watched(runs), strict=False):
         tried = run.objective
-        if tried is None or not tried.loss or not math.isfinite(tried.residual + own.values[0]):
+        if tried is None or not math.isfinite(tried.residual + tried.loss + own.values[0]):
+            continue
+        if not tried.loss or not own.values[0]:  # as of a straight-through loss, which has a gradient
             continue
         value = own.values[0] / tried.loss
         if tried.residual > allowed:
@@ -50,10 +52,8 @@ def explain_objective(view: View, runs: Sequence[RankTraining], factor: float | 
         if abs(times - 1) > allowed and view.evidence.subject.loss_over_ranks != "same":
             if factor is None or not abs(times * ratio - factor) <= SAME * abs(factor):
                 return {}
-            return {
-                **_DETACHED,
-                "cause": f"the gradient that train_step starts from is {times:.3g} times that of its loss",
-            }
+            cause = f"the gradient that train_step starts from is {times:.3g} times that of its loss"
+            return {**_DETACHED, "cause": cause}
         multiples += 1
     is_wrong = factor is not None and abs(ratio - factor) <= abs(factor - 1) / 10  # it explains what is wrong
     if not is_wrong and not abs(ratio - 1) > 3 * tolerance(view, LOSS_TOLERANCE):
@@ -144,7 +144,7 @@ def _unlike_backwards(seen: Sequence[FirstBackward]) -> Explanation:
                 done = f"scales gradients from norm {ended:.3g} to {before:.3g}" if before else "zeroes the gradients"
                 remedy = "call zero_grad() only after the step of the optimizer, and clip after the last backward"
                 return {"cause": f"train_step {done} before {which}", "remedy": remedy}
-        given = all(own.values[number // 2] for own in seen)  # where there are no labels, there is nothing to add
+        given = all(own.values[number // 2] for own in seen)  # a micro-batch without labels adds nothing
         if given and all(own.norms[number][0] and own.norms[number][0] == own.norms[number + 1][0] for own in seen):
             cause = f"{which} adds nothing to the gradients, as where their reduction is off (no_sync())"
             return {"cause": cause, "remedy": "turn the reduction off for all backwards but the last"}
