@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -148,6 +149,26 @@ def before_steps(part: Optimizer, hook: Callable[[Optimizer], object]) -> Iterat
         watched = before_other_step_hooks(part, with_optimizer)
     with watched:
         yield
+
+
+@contextmanager
+def steps_after(optimizer: Optimizer, drop: bool = False) -> Iterator[None]:
+    """Put off ``step`` and ``zero_grad`` to the end of the block, a backward; with ``drop``, leave them out.
+
+    Where hooks on accumulated gradients call them, tensor by tensor, no gradient would be left to look at.
+    """
+    late: list[Callable[[], object]] = []
+
+    def put_off(call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        late.append(partial(call, *args, **kwargs))
+
+    with ExitStack() as patched:
+        for part in parts_of_optimizer(optimizer):
+            for name in ("step", "zero_grad"):
+                patched.enter_context(mock.patch.object(part, name, partial(put_off, getattr(part, name))))
+        yield
+    for call in () if drop else late:
+        call()
 
 
 def _then_call(closure: Callable[[], Any], hook: Callable[[], object]) -> Any:

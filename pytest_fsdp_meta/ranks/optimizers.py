@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from pytest_fsdp_meta.evidence import OptimizerFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
@@ -48,13 +52,32 @@ def make_optimizer(subject: Subject) -> Optimizer | None:
         return SGD(trainable, lr=0.1, foreach=False)
     assert not isinstance(declared, Optimizer)
     wanted, argument = _argument(declared, subject.model, trainable)
-    with calling("Subject(optimizer=...)", f"optimizer({wanted})"):
+    for earlier in _HOOKS.pop(subject.model, []):  # would step the optimizer that an earlier call has returned
+        earlier.remove()
+    with calling("Subject(optimizer=...)", f"optimizer({wanted})"), _collecting_hooks() as hooks:
         returned = declared(argument)
+    _HOOKS[subject.model] = hooks
     if not isinstance(returned, Optimizer):
         raise SubjectError("optimizer", f"it returned {type(returned).__name__}, but should return an Optimizer")
     _require_no_closure(returned)
     inner = unwrapped_optimizer(returned)
     return returned if inner is None or inner is returned else JoinedOptimizer(parts_of_optimizer(inner), returned)
+
+
+_HOOKS: WeakKeyDictionary[Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""The hooks on accumulated gradients that the author's function has added to the parameters of a model."""
+
+
+@contextmanager
+def _collecting_hooks() -> Iterator[list[RemovableHandle]]:
+    found, register = list[RemovableHandle](), Tensor.register_post_accumulate_grad_hook
+
+    def collect(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        found.append(register(tensor, hook))
+        return found[-1]
+
+    with mock.patch.object(Tensor, "register_post_accumulate_grad_hook", collect):
+        yield found
 
 
 def handed_over(subject: Subject, optimizer: Optimizer | None) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import SGD
 
 from pytest_fsdp_meta import Part, Subject, SubjectError
 from pytest_fsdp_meta.catalogue import Selection, judge
@@ -527,7 +528,7 @@ def a_rank(monkeypatch):
 def test_megatron_fsdp_reduces_in_the_last_micro_batch_only(auto_sync):
     model = MegatronFSDP(auto_sync)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 2)}, loss=lambda model, rows: model(**rows).sum())
-    accumulate(subject, torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
+    accumulate(subject, SGD(model.parameters()), torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
     assert model.switches == [(False, False), (auto_sync, True)]
 
 
@@ -536,7 +537,7 @@ def test_megatron_fsdp_switches_are_restored_after_an_error():
     model = MegatronFSDP(auto_sync=True)
     subject = Subject(model, batch=lambda step: {"x": torch.ones(4, 3)}, loss=lambda model, rows: model(**rows).sum())
     with pytest.raises(CallFailed, match="Subject"):
-        accumulate(subject, torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
+        accumulate(subject, SGD(model.parameters()), torch.device("cpu"), [[piece] for piece in micro_batches((0, 1))])
     assert (model.model_auto_sync, model.is_last_microbatch) == (True, True)
 
 

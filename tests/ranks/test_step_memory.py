@@ -175,7 +175,7 @@ def accumulated(watched: bool) -> tuple[str, dict[str, list[float]]]:
     if watched:
         again.run_micro_batches(optimizer)
     else:
-        accumulate(subject, current().device, [[piece] for piece in micro_batches((0, 1))])
+        accumulate(subject, optimizer, current().device, [[piece] for piece in micro_batches((0, 1))])
     gradients = {name: part.local.flatten().tolist() for name, part in gradients_of(model)}
     return again.memory.problem if again.memory else "", gradients
 

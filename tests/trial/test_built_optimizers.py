@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fixtures.forms_optimizers import Container
@@ -178,6 +179,51 @@ def test_a_step_gets_the_container_and_steps_each_optimizer_once():
     reason = "Subject(train_step=...): it {} in step 0, but should step it once; "
     assert reason.format("never stepped its SGD") in judged(stepping(1, 0))["loss_parity"].reason
     assert reason.format("stepped its AdamW 2 times") in judged(stepping(2, 1))["loss_parity"].reason
+
+
+def stepping_in_backward(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> Container:
+    """Return an optimizer for each parameter, stepped by its hook, as torch's tutorial does."""
+    own: dict[Tensor, torch.optim.Optimizer] = {}
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor)
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in parameters:
+        own[parameter] = torch.optim.AdamW([parameter], lr=0.1, eps=1e-2)
+        parameter.register_post_accumulate_grad_hook(step)
+    return Container(*own.values())
+
+
+@pytest.mark.parametrize(("built", "own_step"), [(False, True), (True, True), (False, False)])
+def test_gradients_are_compared_although_the_backward_steps_the_optimizers(built: bool, own_step: bool) -> None:
+    def step(model: nn.Module, optimizer: Container, batch: Any) -> Any:
+        found = loss(model, batch)
+        found.backward()
+        return found
+
+    def loader(fsdp: Rank, factor: float = 1.0) -> Subject:
+        model = subject(fsdp, freeze=False).model
+        optimizer = stepping_in_backward(model.parameters(), factor) if built else stepping_in_backward
+        declared: dict[str, Any] = {"reference": build, "batch": batch, "loss": loss, "optimizer": optimizer}
+        return Subject(model, **declared, train_step=step if own_step else None)
+
+    verdicts = judged(loader)
+    assert {id: v.findings for id, v in verdicts.items() if v.status in ("failed", "error")} == {}
+    if built:  # the reference's copies have no hooks
+        found = judged(partial(loader, factor=0.5))["grad_parity"].findings
+        assert [finding.actual for finding in found] == ["gradient is 1/2 times the reference's"] * 4
+
+
+def test_hooks_that_an_earlier_call_of_the_function_has_added_are_gone() -> None:
+    made = Subject(build(), optimizer=stepping_in_backward)
+    first, second = make_optimizer(made), make_optimizer(made)
+    loss(made.model, batch(0)).backward()
+    assert first is not None
+    assert second is not None
+    assert (bool(first.state), bool(second.state)) == (False, True)
 
 
 # Step hooks.

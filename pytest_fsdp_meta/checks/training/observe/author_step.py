@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from numbers import Real
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
@@ -29,7 +30,13 @@ from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, rows_of_step
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
-from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, computing_optimizer, parts_of_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import (
+    before_steps,
+    computing_optimizer,
+    parts_of_optimizer,
+    stepped_tensors,
+    steps_after,
+)
 from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
@@ -70,6 +77,8 @@ def run_author_step(
     errors: list[Exception | None] = []
     """What ``observe`` raised, once it was called."""
     rates: list[tuple[float, ...]] = []
+    every: dict[Optimizer, None] = {}
+    """All optimizers that stepped."""
 
     def before_step(part: Optimizer) -> None:
         steps.append(part)
@@ -78,7 +87,8 @@ def run_author_step(
             errors.append(_error_of(observe))
         buffers.begin(UPDATE)
 
-    with ExitStack() as hooked, _backwards(gradient_scale, buffers, watch) as backwards:
+    with ExitStack() as hooked, _backwards(optimizer, gradient_scale, buffers, watch) as backwards:
+        hooked.callback(register_optimizer_step_pre_hook(lambda own, *_: every.setdefault(own)).remove)
         for part in parts:
             hooked.enter_context(before_steps(part, before_step))
             after = computing_optimizer(part).register_step_post_hook(lambda *_: buffers.end())
@@ -93,7 +103,11 @@ def run_author_step(
         if (times := sum(part is stepped for stepped in steps)) != 1:
             which = "the optimizer" if len(parts) == 1 else f"its {type(computing_optimizer(part)).__name__}"
             done = f"stepped {which} {counted(times, 'time')}" if times else f"never stepped {which}"
-            hint = _HINTS[bool(times)]
+            hint = _TOO_OFTEN if times else _NEVER
+            held = {id(tensor) for tensor in stepped_tensors(optimizer)}
+            others = [type(own).__name__ for own in every if held & set(map(id, stepped_tensors(own)))]
+            if others and not steps:
+                hint = f"declare the {others[0]} that it stepped as Subject(optimizer=...)"
             raise SubjectError("train_step", f"it {done} in step {number}, but should step it once; {hint}")
     if problem := _describe_no_loss(loss):
         hint = "; reduce it with .mean() or .sum()" if isinstance(loss, Tensor) and loss.numel() > 1 else ""
@@ -122,12 +136,8 @@ def on_any_rank(flag: bool) -> bool:
     return bool(flags)
 
 
-_HINTS = {
-    False: "call step() of the optimizer that it gets; a GradScaler leaves it out after an overflow, which a lower "
-    "init_scale avoids",
-    True: "one call gets the rows of one step, with all its micro-batches",
-}
-"""What to do, by whether it has stepped at all."""
+_NEVER = "call step() of the optimizer that it gets; a GradScaler skips it after an overflow (lower its init_scale)"
+_TOO_OFTEN = "one call gets the rows of one step, with all its micro-batches"
 
 
 def _describe_no_loss(loss: object) -> str:
@@ -155,7 +165,9 @@ def _error_of(observe: Callable[[], None]) -> Exception | None:
 
 
 @contextmanager
-def _backwards(scale: float, buffers: BufferWatch, watch: BackwardWatch | None) -> Iterator[list[None]]:
+def _backwards(
+    optimizer: Optimizer, scale: float, buffers: BufferWatch, watch: BackwardWatch | None
+) -> Iterator[list[None]]:
     """Yield a list with one entry for each backward so far, and multiply the gradients of each by ``scale``.
 
     A backward inside of another one, as reentrant activation checkpointing runs it, continues that one.
@@ -173,14 +185,15 @@ def _backwards(scale: float, buffers: BufferWatch, watch: BackwardWatch | None) 
                 watch.begin(tensors)
             if scale != 1.0:
                 tensors, grad_tensors = _scaled(tensors, grad_tensors, scale, after_another=len(found) > 1)
-        try:
-            original(tensors, grad_tensors, *args, **kwargs)
-        finally:
-            if outermost:
-                running.clear()
-                buffers.end()
-        if outermost and watch is not None:
-            watch.note_gradients()
+        with steps_after(optimizer) if outermost else nullcontext():
+            try:
+                original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                if outermost:
+                    running.clear()
+                    buffers.end()
+            if outermost and watch is not None:
+                watch.note_gradients()
 
     torch.autograd.backward = backward  # Tensor.backward() looks it up here as well
     try:

@@ -36,7 +36,7 @@ from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import global_batch, indivisible, loss_of, own_rows, rows_of_step
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
-from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, stepped_tensors
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, stepped_tensors, steps_after
 from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.reference_record import Record
 from pytest_fsdp_meta.ranks.torch_private import step_hooks
@@ -103,7 +103,7 @@ class FirstBatchAgain:
         Return the parameters whose gradients were already reduced after it.
         """
         rounds = [[piece] for piece in micro_batches(self.data_parallel)]
-        run = partial(accumulate, self.subject, self.rank.device, rounds)
+        run = partial(accumulate, self.subject, optimizer, self.rank.device, rounds)
         early, self.memory = observe_step_memory(self.subject, run)
         if early is None:  # what refuses to be watched may well run
             self._use_gradients(optimizer, whole=False)
@@ -263,6 +263,7 @@ def half_of_ranks(size: int) -> list[list[tuple[int, int]]]:
 
 def accumulate(
     subject: Subject,
+    optimizer: Optimizer,
     device: torch.device,
     rounds: Sequence[Sequence[tuple[int, int]]],
     around_first: AbstractContextManager[None] | None = None,
@@ -281,8 +282,8 @@ def accumulate(
             seed_all(SEED)
             doing(f"accumulating gradients, micro-batch {number + 1} of {len(rounds)}")
             last = number == len(rounds) - 1
-            around = around_first if number == 0 else None
-            with nullcontext() if last else _unsynced(model), around or nullcontext():
+            around = around_first or nullcontext() if number == 0 else nullcontext()
+            with nullcontext() if last else _unsynced(model), around, steps_after(optimizer, drop=True):
                 (loss_of(subject, rows) / len(rounds)).backward()
             if number == 0 and not last:
                 early = tuple(_already_reduced(model))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
 from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
@@ -65,8 +66,8 @@ def train_nudged(
         optimizer = make_optimizer(subject)
         units = coarsest_unit(computing), coarsest_unit(reducing)
         if noisy.addends is None:
-            reduced = optimizer is not None and units[1] > units[0]
-            noisy.addends = _addends(subject, data_parallel_size) if reduced else {}
+            needed = optimizer if units[1] > units[0] else None
+            noisy.addends = {} if needed is None else _addends(subject, needed, data_parallel_size)
             restore(noisy.model, noisy.records["values"])  # a forward may change buffers
         noisy.nudges = Nudges(noisy.model, *units, SEED + number, noisy.addends)
         clips = subject.max_grad_norm is not None and not facts.clip_problem
@@ -84,7 +85,7 @@ def train_nudged(
         if optimizer is not None and "short" in noisy.records:
             give_buffers(noisy.model, AFTER, FORWARD)
             with noisy.nudged():
-                accumulate(subject, current().device, half_of_ranks(data_parallel_size))
+                accumulate(subject, optimizer, current().device, half_of_ranks(data_parallel_size))
             noisy.take("short")
     except Exception as error:
         state.pop("noise")
@@ -97,7 +98,7 @@ def train_nudged(
     return Noise(losses=apart, norm=norm, own_norm=own_norm)
 
 
-def _addends(subject: Subject, size: int) -> dict[Tensor, Tensor]:
+def _addends(subject: Subject, optimizer: Optimizer, size: int) -> dict[Tensor, Tensor]:
     """Return the size of the gradients that ``size`` ranks average (or add up), by element, for the first batch.
 
     It is unknown for an author's step beside which no loss is declared: the size of the sum stands in for it.
@@ -106,7 +107,7 @@ def _addends(subject: Subject, size: int) -> dict[Tensor, Tensor]:
     parts = 1 if subject.loss_over_ranks == "sum" else size
     if subject.train_step is None or subject.loss is not None:
         for index in range(size):
-            accumulate(subject, current().device, [[(index, size)]])
+            accumulate(subject, optimizer, current().device, [[(index, size)]])
             for parameter in (p for p in subject.model.parameters() if p.grad is not None):
                 sizes[parameter] = sizes.get(parameter, 0.0) + parameter.grad.float().abs() / parts
     drop_gradients(subject.model)

@@ -195,7 +195,7 @@ def _train_and_record(
         first.take("accumulation")
     if optimizer is not None and short and not indivisible_batch(subject, data_parallel_size):
         give_buffers(model, AFTER, FORWARD)
-        accumulate(subject, rank.device, half_of_ranks(data_parallel_size))
+        accumulate(subject, optimizer, rank.device, half_of_ranks(data_parallel_size))
         first.take("short")
     left_out = hooks_left_out(subject)
     memory = () if optimizer is None else memory_by_slice(subject, data_parallel_size)
@@ -239,9 +239,9 @@ def train_reference_again(recipe: Mapping[str, bytes], steps: int, folder: str) 
 def accumulate_as_ranks(subject: Subject, optimizer: Optimizer, data_parallel_size: int) -> None:
     """Accumulate the mean gradient of the first batch: over micro-batches, unless the author's step has its own."""
     if subject.max_grad_norm is not None:
-        accumulate(subject, current().device, [[(0, 1)]])
+        accumulate(subject, optimizer, current().device, [[(0, 1)]])
         return
-    accumulate(subject, current().device, union_of_ranks(data_parallel_size))
+    accumulate(subject, optimizer, current().device, union_of_ranks(data_parallel_size))
     finish_gradients(optimizer)  # the ranks call the same hooks, and report that they raise
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from pytest_fsdp_meta.ranks.batches import (
 )
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
-from pytest_fsdp_meta.ranks.joined_optimizer import train_optimizer
+from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, parts_of_optimizer, steps_after, train_optimizer
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
 from pytest_fsdp_meta.ranks.precision import noting_autocast
 from pytest_fsdp_meta.worlds import SEED, doing
@@ -147,12 +147,24 @@ def _plain_step(
     with torch.set_grad_enabled(optimizer is not None):
         loss = observer.loss_of(subject, rows)
     if optimizer is not None:
-        loss.backward()
-        if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
-            assert subject.clip_grad_norm is not None
-            gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
-            subject.clip_grad_norm(gradients, subject.max_grad_norm)
-        observer.after_backward(number)
+        looked = list[Optimizer]()  # at the gradients, once: after the backward, before its hooks step optimizers
+
+        def look(part: Optimizer) -> None:
+            if looked:
+                return
+            if subject.max_grad_norm is not None:  # on the reference, because the ranks then have a train_step
+                assert subject.clip_grad_norm is not None
+                gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
+                subject.clip_grad_norm(gradients, subject.max_grad_norm)
+            looked.append(part)
+            observer.after_backward(number)
+
+        with ExitStack() as watched:
+            for part in parts_of_optimizer(optimizer):
+                watched.enter_context(before_steps(part, look))
+            with steps_after(optimizer):
+                loss.backward()
+            look(optimizer)
         give_buffers(model, number, BETWEEN)  # not before the backward, which may need the buffers as they were
         give_buffers(model, number, UPDATE)
         optimizer.step()
