@@ -110,7 +110,10 @@ class Subject:
     By default derived from the mesh that the parameters lie on, else from the mesh of the decorator.
     """
     loss: Callable[[Module, Mapping[str, Any]], Tensor] | None = None
-    """The loss of a batch: ``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``."""
+    """The loss of a batch: ``loss(model, batch)`` returns a scalar tensor; by default ``model(**batch).loss``.
+
+    If it changes from step to step, put the step into the batch: ``{"step": torch.tensor(step), ...}``.
+    """
     loss_over_ranks: Literal["mean", "sum", "same"] = "mean"
     """How the losses of the data-parallel ranks make the global loss.
 
@@ -181,7 +184,7 @@ class Subject:
     """How a checkpoint is loaded into model and optimizer, in place: ``resume(model, optimizer, folder)``.
 
     Called on every rank, with the same arguments as ``save``: also ``scheduler`` and ``beside``, if it has parameters
-    of these names. Requires ``save``.
+    of these names. If it makes a new scheduler, it must return it. Requires ``save``.
     """
     beside: Mapping[str, Any] = field(default_factory=dict)
     """What is kept beside model and optimizer and belongs in a checkpoint: ``{"ema": ema, "scaler": scaler}``.
@@ -200,7 +203,8 @@ class Subject:
     export_reference: Source | None = None
     """The model that the export should equal, if it differs from the reference on purpose; default: the reference.
 
-    For example with merged adapters, or without padding rows: a callable that builds it, or a checkpoint directory.
+    For example with merged adapters, or without padding rows: a callable that builds it, or returns its tensors by
+    name, as those of adapters alone; or a checkpoint directory. Only a built model's loss is compared after training.
     Names and shapes must be the same, and values within rounding, because merging may compute them in another order.
     """
 

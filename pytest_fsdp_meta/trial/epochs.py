@@ -37,9 +37,8 @@ def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
                     run_on(world, author_data.save_at_end, _within(folder, 2))
             ranks = _with_next_rows(world, ranks)
     size = ranks[0].data_parallel[1]
-    if size == 1:
+    if size == 1 or packed is None:
         return Epoch(ranks)
-    assert packed is not None
     endless = "" if all(rank.ended for rank in ranks) else MORE
     if problem := packed.problem or endless:
         return Epoch(ranks, problem=problem)

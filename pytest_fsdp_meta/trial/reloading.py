@@ -127,7 +127,8 @@ class AllObservations(ObservationRun):
     def _export_trained(self) -> tuple[float | str, ...]:
         """Export what was trained, where the author does."""
         declared = "state_dict" in self.subject.declared and not exported_in_parts(self.inventory, self.subject)
-        if declared and self.seen.training and not self._checkpoints:
+        source = "export_reference" if "export_reference" in self.subject.declared else "reference"
+        if declared and self.seen.training and source not in self._checkpoints:  # which compute no loss
             self._trained = tuple(self.loads.run_first(state_dict.export_trained, str(self.folder)))
         return self._trained
 
@@ -223,10 +224,12 @@ class AllObservations(ObservationRun):
         if from_parts and self.seen.training and "state_dict" in self.subject.declared:
             return replace(found, no_losses="it is put together from parts")
         if not self._trained:
-            return found
+            return replace(found, as_loaded=declared and "export_reference" in self._checkpoints)
         loaded = tuple(own.loss for own in exports)
         computed = run_on(self.reference_world, state_dict.losses_of_exported, self._recipe, folder, declared)
         losses, rounding = computed[0]
+        if not losses:
+            return replace(found, as_loaded=True)
         if unknown := [loss for loss in (*loaded, *self._trained, *losses) if isinstance(loss, str)]:
             return replace(found, no_losses=unknown[0])
         live, known = (tuple(map(float, loaded)), tuple(map(float, self._trained))), tuple(map(float, losses))

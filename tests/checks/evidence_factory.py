@@ -430,7 +430,7 @@ def with_batches(
     resumed = tuple(replace(rank, batches=rank.batches[1:], saved_after=0) for rank in ranks)
     single = None if alone is None else RankBatches((0, 1), tuple(map(tuple, alone)))
     declared = replace(evidence.subject, declared=evidence.subject.declared | {"data"})
-    epoch = Epoch(tuple(ranks), single, "" if single else "data is a loader that was built")
+    epoch = Epoch(tuple(ranks), single)
     return replace(evidence, subject=declared, batches=epoch, batches_resumed=resumed)
 
 

@@ -133,18 +133,6 @@ def test_right_loaders_pass(name):
     assert (found.status, found.reason, found.findings) == ("passed", "", ())
 
 
-def test_data_that_is_not_declared_costs_nothing():
-    evidence = observed(lambda fsdp: {})
-    assert [evidence.unavailable[name].kind for name in ("batches", "batches_resumed")] == ["undeclared"] * 2
-    assert outcome(judged(lambda fsdp: {})) == (("skipped", "Subject(data=...) is not declared"),) * 2
-
-
-def test_a_loader_without_a_state_names_what_to_declare():
-    found = judged(lambda fsdp: {"data": of_rank(fsdp)}, RESUME)[RESUME]
-    assert found.status == "skipped"
-    assert found.reason.startswith(NOT_SAVED)
-
-
 def saved_by_the_author(fsdp: Rank) -> dict[str, Any]:
     """Skip what was seen, as accelerate's skip_first_batches does: data() is called after resume()."""
     seen = {"batches": 0}
@@ -338,42 +326,6 @@ def test_resuming_within_the_second_epoch(data, built):
         return {"data": own if built else lambda: own}
 
     assert judged(declare, RESUME)[RESUME].status == "passed"
-
-
-class SecondEpoch(Counting):
-    """The first epoch is right."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        whole = self.rows if not self.epoch else self.later()
-        self.epoch += 1
-        yield from whole.split(2)
-
-    def later(self) -> Tensor:
-        return self.rows
-
-
-class NotSplit(SecondEpoch):
-    def later(self) -> Tensor:
-        return ROWS
-
-
-class OtherRows(SecondEpoch):
-    def later(self) -> Tensor:
-        return self.rows + 100
-
-
-@pytest.mark.parametrize(
-    ("data", "actual"),
-    [
-        (OtherRows, ""),
-        (NotSplit, "in the second epoch: the same rows on these ranks"),
-    ],
-)
-def test_what_is_wrong_in_the_second_epoch_only(data, actual):
-    found = judged(lambda fsdp: {"data": lambda: data(dist.get_rank(), dist.get_world_size())}, FOLLOW)[FOLLOW]
-    assert [finding.actual.startswith(actual) for finding in found.findings] == [True] * bool(actual), found
 
 
 def test_a_loader_whose_state_is_not_used_needs_save_and_resume():

@@ -197,6 +197,32 @@ def test_an_export_that_is_not_the_model_has_its_own_reference(change, on_disk, 
     assert findings == [(name, *(shape if name == "1.weight" else extra)) for name in change or ()]
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_export_without_a_model_to_compare_with_is_compared_as_loaded(on_disk, tmp_path):
+    """As PEFT saves: adapters alone, by name."""
+
+    def adapters(model: nn.Module) -> dict[str, Tensor]:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        return {f"base.{name}": value for name, value in whole.items() if "weight" not in name}
+
+    source: Any = lambda: adapters(adapted())  # noqa: E731
+    if on_disk:
+        source = tmp_path
+        save_file(adapters(adapted()), tmp_path / "model.safetensors")
+
+    def loader(fsdp, wrong=False):
+        def exported(model):
+            return {name: value * 2 if wrong else value for name, value in adapters(model).items()}
+
+        sgd = partial(torch.optim.SGD, lr=1e-6)
+        return declared(fsdp, adapted(), adapted, state_dict=exported, export_reference=source, optimizer=sgd)
+
+    verdict = judged(loader, [EXPORTS])[EXPORTS]
+    assert (verdict.status, verdict.reason[:37]) == ("passed", "the export is compared as loaded; whe")
+    found = judged(partial(loader, wrong=True), [EXPORTS])[EXPORTS].findings
+    assert {finding.tensor for finding in found} == set(adapters(adapted()))
+
+
 def test_an_export_without_what_its_reference_adds_has_the_models_own_values():
     def own(model: nn.Module) -> dict[str, Tensor]:
         return {f"{i}.weight": model.get_parameter(f"{i}.weight").full_tensor() for i in "01"}  # type: ignore[attr-defined]
@@ -272,7 +298,7 @@ def test_a_divide_factor_needs_another_reduction_on_gloo():
         return found
 
     verdict = judged(loader, ["grad_parity"])["grad_parity"]
-    assert verdict.reason.endswith("call set_force_sum_reduction_for_comms(True) on the FSDP modules as well")
+    assert verdict.reason.endswith("call set_force_sum_reduction_for_comms(True) on every FSDP module, too")
 
 
 def test_a_bare_model_is_saved_and_loaded():

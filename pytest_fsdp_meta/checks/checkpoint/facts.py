@@ -56,7 +56,8 @@ class RankSaved:
     ``_extra_state`` of modules. ``left_out`` names the tensors without a key in the state dict. The loaded
     model is filled with other values before loading; ``untouched`` names the tensors that still have them afterwards.
     ``moved`` names the parameters that the author's save() itself changes, and ``rounded`` the tensors that it changes
-    within rounding only; of these, ``tensors`` has the values after save().
+    within rounding only; of these, ``tensors`` has the values after save(). ``transient`` has the digests of
+    non-persistent buffers, which no checkpoint has.
     """
 
     tensors: Mapping[str, str]
@@ -65,6 +66,7 @@ class RankSaved:
     untouched: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     rounded: tuple[str, ...] = ()
+    transient: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Export:
     """Those of a model that has loaded what the ranks exported then."""
     rounding: float = 0.0
     """How much the dtypes of the export may change a loss, relatively."""
+    as_loaded: bool = False
+    """Whether it is compared as loaded only, because the declared ``export_reference`` is no model."""
     no_losses: str = ""
     """Why the losses were not computed, although there was a training; empty if they were, or if there was none."""
 

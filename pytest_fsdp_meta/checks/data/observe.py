@@ -47,13 +47,11 @@ END = object()
 
 
 def pack_data() -> PackedFunction | None:
-    """Return rank 0's ``data`` for a world of one rank; None on the other ranks."""
+    """Return rank 0's ``data`` for a world of one rank; None on the other ranks, and for a loader that was built."""
     rank = current()
-    if rank.rank:
-        return None
     data = loaded_subject(rank).data
-    if not _is_function(data):
-        return PackedFunction(problem="data is a loader that exists on the ranks only, and not a function")
+    if rank.rank or not _is_function(data):
+        return None
     packed = pack_function(data, Module(), None, one_rank=True)
     if packed.problem:
         return PackedFunction(problem=f"data cannot be sent to a world of one rank: {packed.problem}")

@@ -16,15 +16,17 @@ from pytest_fsdp_meta.checks.checkpoint.judge.round_trip import (
     is_equal,
 )
 from pytest_fsdp_meta.evidence import Comparison, Export
+from pytest_fsdp_meta.judging.causes import explain_pattern
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import global_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances, relative_distance
 from pytest_fsdp_meta.judging.registry import checkpoint_check
-from pytest_fsdp_meta.judging.view import PartlyJudged, View, ranks_by
+from pytest_fsdp_meta.judging.view import Noted, PartlyJudged, View, ranks_by
 from pytest_fsdp_meta.text import clean_name, first_of, name_ranks
 
 OWN = "Subject(export_reference=...)"
 
+_UNDO = "undo what sharding or kernels change in the export, and compare an exported checkpoint with the original"
 _ROUNDED: Explanation = {
     "cause": "the export casts to a lower precision than the parameters have: its dtype is that of the computation, or "
     "of the config",
@@ -76,8 +78,7 @@ _NO_PART: Explanation = {
     why="The exported checkpoint is the one that is published and served.",
     cause="a state-dict hook changes its form (transposed, permuted, padded, cast), or saves a stale copy of a tied "
     "weight",
-    remedy="undo layout changes for sharding or kernels in the export, and compare an exported checkpoint with the "
-    "original",
+    remedy=_UNDO,
     references=["huggingface/accelerate#4206", "pytorch/torchtitan#3764", "NVIDIA-NeMo/Automodel#2511"],
 )
 def full_state_dict_exports(view: View) -> Iterable[Finding]:
@@ -113,7 +114,7 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
             yield Finding(comparison.name, (0,), actual, comparison.should_be, **explanation)
         elif comparison.name in equal and not is_equal(comparison):
             actual, detail = "different values in the gathered state dict", describe_difference(comparison)
-            explanation = _COMPUTED if declared else Explanation()
+            explanation = _COMPUTED if declared else _explain_pattern(view, comparison)
             if comparison.name in export.unchanged:
                 explanation = _NOT_APPLIED
             yield Finding(comparison.name, (0,), actual, values, detail, **explanation)
@@ -127,10 +128,12 @@ def full_state_dict_exports(view: View) -> Iterable[Finding]:
 
 def _judge_trained(view: View, export: Export) -> Iterator[Finding]:
     """Judge the export of the trained model by its loss, if that is the model's own as long as nothing is trained."""
+    if export.as_loaded:
+        raise Noted("the export is compared as loaded; where export_reference builds a model, also after training")
     if export.no_losses:
         raise PartlyJudged(f"the export is not compared after training: {export.no_losses}")
-    runs, reference = view.evidence.training, view.reference.losses
-    if not (export.live and runs and reference):
+    runs, reference = view.evidence.training, view.reference.losses or ()
+    if not (export.live and runs):
         return
     allowed = max(export.rounding, loss_tolerances(view.evidence)[0])
     for ranks, loss in zip(export.live, export.losses, strict=True):
@@ -191,6 +194,11 @@ def _right_values(view: View, export: Export, declared: bool) -> tuple[set[str],
         return right, []
     wrong = sorted({comparison.name for rank in view.evidence.values or () for comparison in rank} - right)
     return set() if wrong else names, wrong
+
+
+def _explain_pattern(view: View, comparison: Comparison) -> Explanation:
+    known = explain_pattern(view.holders(comparison.name)[0][1], [(0, comparison)], odd=False)
+    return {"cause": f"in the export, {known['cause']}", "remedy": _UNDO} if known else {}
 
 
 def _usable(view: View, name: str) -> bool:

@@ -325,7 +325,21 @@ def resume_parity(view: View) -> Iterable[Finding]:
         f"loss {ours[step]:.9g} at step {step} after resuming",
         f"{theirs[step]:.9g} within {tolerance:g}, as in the uninterrupted run",
         f"losses of rank {rank}: {format_losses(ours)}; uninterrupted: {format_losses(theirs)}",
+        **_explain_transient(before, after),
     )
+
+
+def _explain_transient(before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Explanation:
+    """Name the non-persistent buffers that differ; caches may, so they are no finding of their own."""
+    pairs = [(old.model.transient, new.model.transient) for old, new in zip(before, after, strict=True)]
+    off = dict.fromkeys(name for old, new in pairs for name in old if old[name] != new.get(name, old[name]))
+    if not off:
+        return {}
+    return {
+        "cause": f"after loading, {first_of(list(off))} has other values than in the uninterrupted run, on which the "
+        "loss may depend: it is a non-persistent buffer, so no checkpoint has it",
+        "remedy": "recompute it after loading, or register it with persistent=True if training changes it",
+    }
 
 
 def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:

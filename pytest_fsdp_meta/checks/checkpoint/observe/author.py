@@ -11,6 +11,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ LEFT_RUNNING = "left running"
 """The key of the rank's state that has the threads and processes which the author's functions have started."""
 
 
-def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None) -> None:
+def call_author(field: str, subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None) -> Any:
     """Call ``save`` or ``resume``; where only the model is saved, all but model and folder is None."""
     function = getattr(subject, field)
     kept = (beside or Beside()).arguments(subject, function, any_keyword=True)
     before = _running()
-    call_field(field, function, subject.model, handed_over(subject, optimizer), folder, **kept)
+    returned = call_field(field, function, subject.model, handed_over(subject, optimizer), folder, **kept)
     current().state.setdefault(LEFT_RUNNING, set()).update(_running() - before)
+    return returned
 
 
 def still_saving() -> bool:

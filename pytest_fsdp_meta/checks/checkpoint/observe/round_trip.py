@@ -40,8 +40,9 @@ from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
 from pytest_fsdp_meta.checks.random_numbers.observe import observing_generators
-from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, make_beside
+from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, is_scheduler, make_beside
 from pytest_fsdp_meta.checks.training.observe.steps import TrainingRun, train
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import readable_buffers
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch, kept_by_mode
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
@@ -230,7 +231,9 @@ def _save(
 def _load(subject: Subject, optimizer: Optimizer | None, folder: Path, beside: Beside | None = None) -> None:
     doing("loading what was saved")
     if subject.resume is not None:
-        call_author("resume", subject, optimizer, folder, beside)
+        returned = call_author("resume", subject, optimizer, folder, beside)
+        if is_scheduler(returned) and beside is not None and beside.scheduler is not None:
+            beside.scheduler = returned
         return
     if optimizer is not None:
         train_optimizer(optimizer)  # torch steps a new one, to give it the state that is loaded
@@ -361,11 +364,13 @@ def _train(rank: Rank, subject: Subject, steps: Sequence[int], until_loss: bool 
 def _describe_model(subject: Subject) -> RankSaved:
     model = subject.model
     tensors = {name: digest(local) for name, local in _persistent_locals(model).items()}
+    left_out = non_persistent(model)
+    transient = {name: digest(local_part(value)) for name, value in readable_buffers(model) if name in left_out}
     if subject.save is not None:
-        return RankSaved(tensors)
+        return RankSaved(tensors, transient=transient)
     state = get_model_state_dict(model)
     extra = {key: fingerprint(value) for key, value in state.items() if key.endswith(EXTRA_STATE)}
-    return RankSaved(tensors, extra, _left_out(model, state))
+    return RankSaved(tensors, extra, _left_out(model, state), transient=transient)
 
 
 def _describe_loaded_model(subject: Subject) -> RankSaved:

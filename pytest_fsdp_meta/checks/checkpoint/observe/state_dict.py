@@ -23,7 +23,7 @@ from pytest_fsdp_meta.checks.checkpoint.facts import Assembled, ExportedPart, Fi
 from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
-from pytest_fsdp_meta.checks.training.observe.reference import build, declared_subject
+from pytest_fsdp_meta.checks.training.observe.reference import build_export_reference, declared_subject
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.checks.values.observe import comparable, compare, differing, read_part
 from pytest_fsdp_meta.evidence import Comparison, Export, PartFacts
@@ -213,7 +213,9 @@ def compare_export(folder: str, record: str, exports: Sequence[RankExport], mode
         model = current().state["reference"]
         lacking, excess = model.load_state_dict(state, strict=False)
         memory = {name: memory_key(tensor) for name, _, tensor in named_tensors(model)}
-    comparisons = [compare(name, own_part(gathered.read_whole(name)), reference, name) for name in common]
+    comparisons = [
+        compare(name, own_part(gathered.read_whole(name)), reference, name, measuring=True) for name in common
+    ]
     if declared:
         comparisons = [_within_rounding(c, gathered.dtype(c.name), reference) for c in comparisons]
     extra = {key for own in exports for key in own.keys if key.endswith(EXTRA_STATE)}
@@ -239,9 +241,11 @@ def losses_of_exported(
     recipe: Mapping[str, bytes], folder: str, declared: bool
 ) -> tuple[tuple[float | str, ...], float]:
     """Return the losses of the reference, or of the ``declared`` export_reference, with both exports; and how much the
-    dtypes of these round them. Instead of a loss, why that model does not compute it.
+    dtypes of these round them. Instead of a loss, why that model does not compute it; none where there is no model.
     """
-    model = build("export_reference", recipe) if declared else current().state["reference"]
+    model = build_export_reference(recipe) if declared else current().state["reference"]
+    if not isinstance(model, Module):
+        return (), 0.0
     own, losses, dtypes = model.state_dict(), [], set[str]()
     for exported in (Record(record_at(folder, name)) for name in (NAME, TRAINED)):
         names = [name for name in exported.names() if name in own and exported.shape(name) == tuple(own[name].shape)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pytest_fsdp_meta.evidence import Epoch, RankBatches, splits_sequence
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.registry import data_check
-from pytest_fsdp_meta.judging.view import NotDeclared, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
+from pytest_fsdp_meta.judging.view import NotDeclared, Noted, NotJudged, PartlyJudged, Unjudgeable, View, ranks_by
 from pytest_fsdp_meta.text import counted, grouped, name_ranks
 
 DATA = "data"
@@ -82,9 +82,9 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
         if repeated:
             return
         doubts += filter(None, [doubt])
-        if whole is None:
+        if problem:
             doubts.append(f"missing rows were not looked for: {problem}")
-        elif not doubt:
+        elif whole is not None and not doubt:
             known = whole
             missing = [*_missing(parts, whole)]
             yield from missing
@@ -93,6 +93,8 @@ def batches_follow_the_mesh(view: View) -> Iterator[Finding]:
     yield from _wrong_second_epoch(epoch, places, size, bool(split), known)
     if doubts:
         raise PartlyJudged("; ".join(doubts))
+    if size > 1 and epoch.alone is None:
+        raise Noted("missing rows are only looked for where data is a function: data=lambda: DataLoader(...)")
 
 
 _REFUSED: Explanation = {
@@ -206,7 +208,10 @@ def _half_an_epoch(ranks: Sequence[RankBatches]) -> int:
 
 
 def _whole(epoch: Epoch, parts: Sequence[_Part]) -> tuple[Counter[str] | None, str]:
-    """Return all rows of the data with their numbers, by the epoch of a single rank; or None and the reason."""
+    """Return all rows of the data with their numbers, by the epoch of a single rank; or None and the reason.
+
+    There is no reason for a loader that was built, which exists on the ranks only.
+    """
     alone = epoch.alone
     if alone is None:
         return None, epoch.problem

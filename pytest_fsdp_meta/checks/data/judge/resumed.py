@@ -167,7 +167,8 @@ def _compare(run: _Run, runs: Mapping[int, _Run]) -> Mismatch | None:
             return Mismatch(f"the batches of rank {other} after resuming", NEXT, **_OF_ANOTHER_RANK)
     if Counter(run.resumed) == Counter(run.rest):
         return Mismatch("the rows that follow the checkpoint, in another order", NEXT, **_ANOTHER_ORDER)
-    return Mismatch(OTHERS, NEXT, **_ANOTHER_ORDER)
+    resumed, rest = _flat([own.resumed for own in runs.values()]), _flat([own.rest for own in runs.values()])
+    return Mismatch(OTHERS, NEXT, **({} if Counter(resumed) == Counter(rest) else _ANOTHER_ORDER))
 
 
 def _count_rows(run: _Run) -> str:

@@ -251,7 +251,7 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
     elif scheduler is not None and not is_stateful(scheduler):
         with calling("Subject(scheduler=...)", "scheduler(optimizer)"):
             scheduler = scheduler(optimizer)
-        if not is_stateful(scheduler) or not callable(getattr(scheduler, "step", None)):
+        if not is_scheduler(scheduler):
             raise SubjectError(
                 SCHEDULER,
                 f"it returned {type(scheduler).__name__}, but should return a scheduler with step() and state_dict()",
@@ -275,6 +275,10 @@ def make_beside(subject: Subject, optimizer: Optimizer | None) -> Beside:
     compared = frozenset(name for name, kept in made.items() if not isinstance(kept, GradScaler))  # no average
     begun = None if scheduler is None else deepcopy(_state_of(SCHEDULER, scheduler))
     return Beside(scheduler, objects, compared, begun, subject.model)
+
+
+def is_scheduler(value: object) -> bool:
+    return is_stateful(value) and callable(getattr(value, "step", None)) and not isinstance(value, Optimizer)
 
 
 def last_optimizer(subject: Subject, rank: Rank) -> Optimizer | None:

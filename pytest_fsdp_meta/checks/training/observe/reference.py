@@ -22,6 +22,7 @@ from pytest_fsdp_meta.checks.values.observe import all_equal, own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
 from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
+from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, plain
 from pytest_fsdp_meta.ranks.assembly import put_together
 from pytest_fsdp_meta.ranks.batches import requiring_parameters
@@ -110,7 +111,8 @@ def record_verifier(recipe: Mapping[str, bytes], path: str) -> None:
 
 def record_export_reference(recipe: Mapping[str, bytes], path: str) -> None:
     """Build what the export should equal and record its state dict."""
-    state = build("export_reference", recipe).state_dict()
+    built = build_export_reference(recipe)
+    state = built.state_dict() if isinstance(built, Module) else built
     write_record(Path(path), ((key, value) for key, value in state.items() if isinstance(value, Tensor)))
 
 
@@ -134,17 +136,40 @@ def missing_from_verifier(path: str, names: Mapping[str, str]) -> str:
     return ""
 
 
+def build_export_reference(recipe: Mapping[str, bytes]) -> Module | dict[str, Tensor]:
+    """Return the model, or the tensors by name, such as those of adapters alone."""
+    built = _call("export_reference", recipe)
+    if isinstance(built, Module):
+        return _with_values("export_reference", built)
+    items = built.items() if isinstance(built, Mapping) else ()
+    named = [(name, local_part(value)) for name, value in items if isinstance(name, str) and isinstance(value, Tensor)]
+    tensors = {name: value for name, value in named if not value.is_meta}
+    if not tensors:
+        wanted = "the model (a torch.nn.Module), or a dict of tensors with values by name"
+        raise SubjectError("export_reference", f"the callable returned {shorten(built)}, but should return {wanted}")
+    return tensors
+
+
 def build(field: str, recipe: Mapping[str, bytes]) -> Module:
+    model = _call(field, recipe)
+    if not isinstance(model, Module):
+        raise SubjectError(
+            field, f"the callable returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
+        )
+    return _with_values(field, model)
+
+
+def _call(field: str, recipe: Mapping[str, bytes]) -> Any:
     torch.manual_seed(SEED)
     doing(f"building the {field}")
     build = pickle.loads(recipe[field])
     with forward_warnings(NOTICES), requiring_parameters(f"Subject({field}=...)", f"{field}()"):
         model = build()
     restore_defaults()
-    if not isinstance(model, Module):
-        raise SubjectError(
-            field, f"the callable returned {type(model).__name__}, but should return the model (a torch.nn.Module)"
-        )
+    return model
+
+
+def _with_values(field: str, model: Module) -> Module:
     meta = [name for name, tensor in _tensors(model) if local_part(tensor).is_meta]
     if meta:
         raise SubjectError(field, f"the callable built a model with {meta[0]!r} on meta; build it with real weights")
