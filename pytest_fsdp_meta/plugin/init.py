@@ -1,4 +1,4 @@
-"""``pytest --fsdp-init=MODULE:FUNCTION``: write a test file for a loader, from its signature alone.
+"""``pytest --fsdp-init=MODULE:NAME``: write a test file for a loader, a function or a class, from its signature alone.
 
 The loader is imported but never called: what its signature does not say is a ``todo()`` in the file.
 """
@@ -11,6 +11,8 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.loader.subject import Subject
+from pytest_fsdp_meta.loader.validation import SIGNATURES
 from pytest_fsdp_meta.plugin.collection import require_plain_function
 from pytest_fsdp_meta.plugin.named_loader import find_function
 from pytest_fsdp_meta.plugin.option_values import parse_loader
@@ -53,10 +56,7 @@ REQUIRED = {
 """Fields of Subject that a first test needs, and what to write for them."""
 OPTIONAL = ("optimizer", "train_step", "save", "resume")
 """Fields that are worth knowing for a first test. None of them makes a check pass."""
-TAKEN = {
-    *("ast", "Path", "pytest", "todo", "fsdp", "Subject", "fsdp_conformance"),
-    *("checkpoint", "subject", "tiny_checkpoint", "DistributedConfig", "model"),
-}
+TAKEN = {"ast", "Path", "pytest", "todo", "fsdp", "Subject", "fsdp_conformance", "trainer", "declared", "model"}
 """Names that the file uses itself; a loader with such a name is imported under another one."""
 
 TODO = '''
@@ -77,28 +77,30 @@ def {test}(fsdp):  # runs on every rank
 {fields}
     )
 """
-PRETRAINED = '''
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """Return a tiny checkpoint of this type: a model_type as in config.json."""
-    return tiny_checkpoint(
-{arguments}
-    )
-
-
+TRAINER = """
+{group}
 @fsdp_conformance
-def {test}(fsdp, checkpoint):  # runs on every rank
-    model = {loader}(
-        checkpoint,
-        distributed_config=DistributedConfig(fsdp_size=fsdp.world_size),
+def {test}(fsdp):  # runs on every rank
+    declared = {{
+{required}
+    }}
+    # Last, so that {loader} is called only when no todo is left.
+    trainer = {call}
+    return Subject(
+{fields}
+        **declared,
     )
-    return subject(model, checkpoint)
-'''
-PRETRAINED_IMPORTS = [
-    "from pytest_fsdp_meta import fsdp_conformance",
-    "from pytest_fsdp_meta.transformers import subject, tiny_checkpoint",
-    "from transformers.distributed import DistributedConfig",
-]
+"""
+PARTS = {
+    "model": ("model", "net", "module"),
+    "optimizer": ("optimizer", "optim", "opt"),
+    "scheduler": ("scheduler", "lr_scheduler", "sched"),
+    "train_step": ("train_step", "training_step"),
+    "save": ("save", "save_checkpoint"),
+    "resume": ("resume", "load", "load_checkpoint"),
+    "data": ("dataloader", "train_dataloader", "train_loader"),
+}
+"""Field of Subject -> what a trainer may call it: a method, or what it assigns to self."""
 
 
 def run(config: pytest.Config) -> int:
@@ -144,13 +146,8 @@ def _write(config: pytest.Config, name: str) -> list[str]:
 def _require_loader(function: Any, name: str) -> list[inspect.Parameter]:
     """Return the parameters. Raises ValueError for what cannot be called as a loader, with what to name instead."""
     owner, _, last = name.partition(":")[2].rpartition(".")
-    if inspect.isclass(function):
-        methods = [one for one, value in vars(function).items() if isinstance(value, (classmethod, staticmethod))]
-        also = next((f", or name {name}.{one}" for one in methods if not one.startswith("_")), "")
-        raise ValueError(f"it is a class; write a function that makes the {last} and loads the model{also}")
-    if getattr(function, "__name__", "") == "<lambda>":
-        raise ValueError(f"it is a lambda; write it as a function: def {last}(...)")
-    require_plain_function(function, "a loader")
+    if not inspect.isclass(function):
+        require_plain_function(function, "a loader")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -170,8 +167,6 @@ def _describe(text: str, shown: str) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     todos = [(call.lineno, ast.literal_eval(call.args[0])) for call in calls if ast.unparse(call.func) == "todo"]
     lines = [f"  line {number}: {what}" for number, what in sorted(todos)]
-    if not lines:
-        return [f"wrote {shown}; nothing is left to fill in", f"run it: python -m pytest {shown}", CI]
     first = f"wrote {shown}; fill in {counted(len(lines), 'TODO')}, as the test fails until then:"
     return [first, *lines, f"then run it: python -m pytest {shown}", CI]
 
@@ -185,54 +180,62 @@ def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], te
     imports = [f"from {module} import {imported}", "import pytest"]
     if len(imports[0]) > WIDTH:
         imports[0] = f"from {module} import (\n    {imported},\n)"
-    arguments = _tiny_checkpoint(function) if rest == "from_pretrained" else []
-    if arguments:
-        body = PRETRAINED.format(arguments="\n".join(arguments), test=test, loader=loader)
-        imports += PRETRAINED_IMPORTS
+    group = f'Write @fsdp_conformance(process_group="loader") if {attribute} calls init_process_group itself; '
+    group = "\n".join(_comment(f"{group}fsdp.mesh does not exist then.", 0))
+    if inspect.isclass(function):
+        lines = _call(attribute, parameters, 8)
+        call = "\n".join([f"{loader}(", *lines, "    )"]) if lines else f"{loader}()"
+        required, fields = "\n".join(_required(attribute, '"{}": ')), "\n".join(_trainer_fields(function))
+        body = TRAINER.format(group=group, test=test, loader=loader, required=required, call=call, fields=fields)
     else:
-        group = f'Write @fsdp_conformance(process_group="loader") if {attribute} calls init_process_group itself; '
-        group = "\n".join(_comment(f"{group}fsdp.mesh does not exist then.", 0))
-        body = TEST.format(group=group, test=test, fields="\n".join(_fields(attribute, loader, parameters)))
-        imports.append("from pytest_fsdp_meta import Subject, fsdp_conformance")
-    doc = f"Check what {name} loads."
-    if "todo(" in body:
-        doc += "\n\nReplace each todo(...) by what it says; the test fails until then.\n"
-        body = f"{TODO}\n{body}"
-        imports += ["import ast", "from pathlib import Path"]
-    return f'"""{doc}"""\n\n{_sort_imports(imports, here)}\n\n{body}'
+        fields = "\n".join([*_required(attribute, "{}="), *_fields(attribute, loader, parameters)])
+        body = TEST.format(group=group, test=test, fields=fields)
+    imports += ["from pytest_fsdp_meta import Subject, fsdp_conformance", "import ast", "from pathlib import Path"]
+    doc = f"Check what {name} loads.\n\nReplace each todo(...) by what it says; the test fails until then.\n"
+    return f'"""{doc}"""\n\n{_sort_imports(imports, here)}\n\n{TODO}\n{body}'
 
 
-def _tiny_checkpoint(function: Any) -> list[str]:
-    """Return the arguments of ``tiny_checkpoint`` for a class of transformers, if they are certain; else none."""
-    kind = getattr(function, "__self__", None)
-    if not inspect.isclass(kind) or kind.__module__.partition(".")[0] != "transformers":
-        return []
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    folder = '        tmp_path_factory.mktemp("tiny") / "model",'
-    if kind.__name__.startswith("AutoModel"):
-        what = "the model_type in config.json of the checkpoints that you load, such as llama"
-        other = [f"        auto_class={kind.__name__},"] * (kind.__name__ != "AutoModelForCausalLM")
-        return [*_todo("", what, 8), folder, *other]
-    model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
-    is_causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) == kind.__name__
-    return [f'        "{model_type}",', folder] if is_causal else []
+def _required(attribute: str, start: str) -> list[str]:
+    docs, what = _documented_fields(), {field: text.format(loader=attribute) for field, text in REQUIRED.items()}
+    fields = ([*_comment(docs[one], 8), *_todo(start.format(one), f"{one}: {what[one]}", 8)] for one in REQUIRED)
+    return [line for lines in fields for line in lines]
 
 
 def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter]) -> list[str]:
-    """Return the arguments of Subject: what it needs, the call of the loader, and in comments what else it takes."""
+    """Return the last arguments of Subject: the call of the loader, and in comments what else it takes."""
     docs = _documented_fields()
-    lines: list[str] = []
-    for field, what in REQUIRED.items():
-        lines += [*_comment(docs[field], 8), *_todo(f"{field}=", f"{field}: {what.format(loader=attribute)}", 8)]
-    lines += _comment(
+    lines = _comment(
         f"Last, so that {attribute} is called only when no todo is left. If it returns a tuple, unpack it before.", 8
     )
-    call = _call(attribute, parameters)
+    call = _call(attribute, parameters, 12)
     lines += [f"        model={loader}(", *call, "        ),"] if call else [f"        model={loader}(),"]
     for field in OPTIONAL:
         lines += _comment(f"Optional: {field}=..., {docs[field][0].lower()}{docs[field][1:]}", 8)
     return lines
+
+
+def _trainer_fields(kind: type) -> Iterator[str]:
+    """Yield the arguments of Subject that instances of the class have under usual names."""
+    own = set(dir(kind))
+    with suppress(OSError, TypeError):  # without its source, only its methods are known
+        nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+        stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+        own |= {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    found = {field: name for field, names in PARTS.items() for name in reversed(names) if name in own}
+    if not {"save", "resume"} <= found.keys():  # Subject needs both or neither
+        found = {field: name for field, name in found.items() if field not in ("save", "resume")}
+    if "model" not in found:
+        yield "        model=trainer,  # or its attribute that has the model"
+    for field, name in found.items():
+        method = getattr(kind, name, None)
+        if field not in ("train_step", "save", "resume") or not inspect.isfunction(method):
+            yield f"        {field}=trainer.{name},"
+            continue
+        handed = re.findall(r"\w+", SIGNATURES[field])[1:4]  # without what it returns
+        parameters = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+        given = [name if name in handed else handed[-1] for name in needed]
+        yield f"        {field}=lambda {', '.join(handed)}: trainer.{name}({', '.join(given)}),"
 
 
 def _documented_fields() -> dict[str, str]:
@@ -245,7 +248,7 @@ def _documented_fields() -> dict[str, str]:
     }
 
 
-def _call(attribute: str, parameters: list[inspect.Parameter]) -> list[str]:
+def _call(attribute: str, parameters: list[inspect.Parameter], indent: int) -> list[str]:
     """Return the arguments of the loader: what the test surely knows, and a todo for what has no default."""
     known = _known(parameters)
     lines, kept = [], []
@@ -256,12 +259,12 @@ def _call(attribute: str, parameters: list[inspect.Parameter]) -> list[str]:
         elif one.default is not one.empty and not (start and one.name in known):
             kept.append(one.name)
         elif one.name in known:
-            lines.append(f"            {start}{known[one.name]},")
+            lines.append(f"{' ' * indent}{start}{known[one.name]},")
         else:
             kind = textwrap.shorten(_annotation(one), 80, placeholder=" ...")
             what = f"{one.name}: what {attribute} expects{f' ({kind})' * bool(kind)}, for a small model"
-            lines += _todo(start, what, 12)
-    return lines + (_comment(f"defaults kept: {', '.join(kept)}", 12) if kept else [])
+            lines += _todo(start, what, indent)
+    return lines + (_comment(f"defaults kept: {', '.join(kept)}", indent) if kept else [])
 
 
 def _known(parameters: list[inspect.Parameter]) -> dict[str, str]:
