@@ -69,8 +69,8 @@ help:
 
 # Not what was recorded elsewhere, which says nothing about this machine; make check judges it.
 conformance: .venv/judging
-	$(PYTEST) -n $(WORKERS) -m "not slow and not nightly" conformance examples --fsdp-world-size=$(WORLD_SIZE) \
-	  --ignore=conformance/test_recorded.py
+	$(PYTEST) -n $(WORKERS) -rfE -m "not slow and not nightly" conformance examples --fsdp-world-size=$(WORLD_SIZE) \
+	  --ignore=conformance/test_recorded.py --say-it-works
 
 test: lint check
 

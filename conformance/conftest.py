@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.judging import PRELOADED, LoaderJudge, Verdicts
 from fixtures.forms import FORMS
@@ -13,7 +15,31 @@ from fixtures.tiny import save_tiny
 from pytest_fsdp_meta import standin
 from pytest_fsdp_meta.plugin.settings import read_settings
 
+BEGAN = time.monotonic()
 collect_ignore = ["systems"]  # these need separate environments: make systems
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--say-it-works", action="store_true", help="end with one line: what worked here (make conformance)"
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say in the very last line that the product works on this machine, and with what."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput") or not config.getoption("--say-it-works", False):
+        return
+    passed, bad = (
+        sum(len(reporter.stats.get(kind, ())) for kind in kinds) for kinds in (["passed"], ["failed", "error"])
+    )
+    settings, gpus = read_settings(config), torch.cuda.device_count()
+    auto = f"{gpus} GPUs where a world has enough, else the CPU" if gpus else "the CPU, with gloo"
+    device = auto if settings.device == "auto" else f"{settings.device}, backend {settings.backend}"
+    said = (
+        f"works on this machine: {passed} tests passed" if passed and not bad else f"does not work: {bad} tests failed"
+    )
+    print(f"pytest-fsdp-meta {said} in {time.monotonic() - BEGAN:.0f} s (on {device}; torch {torch.__version__})")
 
 
 def pytest_fsdp_preload() -> list[str]:

@@ -141,7 +141,7 @@ def _guarded(function: Any, what: str, consequence: str) -> Any:
 
         pytest.fail(
             f"{function.__name__} {what}, whose plugin is not active, so {consequence}; "
-            "install pytest-fsdp-meta and remove '-p no:fsdp_meta'",
+            "install pytest-fsdp-meta and remove '-p no:fsdp-meta'",
             pytrace=False,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
@@ -14,6 +15,8 @@ from pytest_fsdp_meta.plugin.markers import MARK, SPMD, WORLD
 from pytest_fsdp_meta.plugin.session import PluginSession, place_of
 from pytest_fsdp_meta.text import first_of, grouped
 
+LAUNCHERS = {"torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"), "srun": ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")}
+"""Programs that start several processes -> a variable that only they set, and the one with the number."""
 FIXTURES = "pytest_fsdp_meta.plugin.fixtures"
 """The module of this plugin's own fixtures."""
 LATE = (
@@ -39,13 +42,22 @@ def check_usage(session: PluginSession, items: list[pytest.Item]) -> None:
 
 
 def check_devices(session: PluginSession, selected: list[pytest.Item]) -> None:
-    """Raise one UsageError, as ``check_usage`` does, if this machine lacks GPUs for a world that is to run."""
+    """Raise one UsageError, as ``check_usage`` does, for worlds that lack GPUs, or if pytest itself is a rank."""
     problems = []
     for item in selected:
         case = _pytest_private.parameters(item).get(ARGUMENT)
         if isinstance(item, pytest.Function) and isinstance(case, Case) and case.lacking:
             problems.append((_test_of(item), case.lacking))
+    if any(isinstance(item, RanksItem) for item in selected):
+        problems += _started_as_rank()
     _report(session.config, selected, problems)
+
+
+def _started_as_rank() -> Iterator[tuple[str, str]]:
+    for launcher, (own, size) in LAUNCHERS.items():
+        if own in os.environ and os.environ.get(size, "1") != "1":
+            found = f"found {size}={os.environ[size]} of {launcher}"
+            yield "pytest-fsdp-meta", f"run pytest once, without {launcher}; it starts the ranks itself ({found})"
 
 
 def _report(config: pytest.Config, items: list[pytest.Item], problems: Iterable[tuple[str, str]]) -> None:

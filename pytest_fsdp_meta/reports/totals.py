@@ -18,6 +18,7 @@ from pytest_fsdp_meta.reports.schema import (
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import (
+    FINDING,
     KINDS,
     Story,
     describe_failures,
@@ -28,32 +29,8 @@ from pytest_fsdp_meta.reports.story import (
 from pytest_fsdp_meta.reports.terminal import paragraph, shorten_list
 from pytest_fsdp_meta.text import counted, first_of, grouped, printable
 
-ACTIVITIES = {
-    "starting": "starting ranks",
-    "reference": "the reference",
-    "values": "comparing values",
-    "verifier": "the verifier",
-    "memory": "measuring memory",
-    "draws": "comparing draws",
-    "batches": "reading batches",
-    "training_mode": "a step with dropout",
-    "not_finite": "a step that is not finite",
-    "collectives": "observing a step",
-    "state_dict": "the state dict",
-    "continued": "continuing after a save",
-    "saved": "saving",
-    "repetition": "loading again",
-    "kept": "saving",
-    "export": "exporting",
-    "resumed": "resuming",
-    "batches_resumed": "resuming batches",
-    "batches_resharded": "resharding batches",
-    "restored": "restoring",
-    "saved_again": "saving again",
-    "restored_again": "restoring again",
-    "resharded": "resharding",
-}
-"""Activity in ``LoaderRecord.seconds`` -> its description, where they differ."""
+ACTIVITIES = {"starting": "starting ranks", "values": "comparing values", "not_finite": "a NaN step", "kept": "saving"}
+"""Activity in ``LoaderRecord.seconds`` -> its description, where it is not its name."""
 MOST_ACTIVITIES = 3
 """Activities named in the line of a loader."""
 MOST_CAUSES = 20
@@ -61,8 +38,6 @@ NOTES = {
     "even shards": "every shard was even, so padding was not tested; try a number of ranks that does not divide {}",
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
     "random, in the reference and in its checkpoint",
-    "sent again": "loading sent {} to ranks that had read the same values themselves; pass src_data_rank=None to "
-    "distribute_tensor() or parallelize_module()",
     "one rate": "the schedule was compared at one rate, {}; pass more steps=, or let it change within them",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
@@ -95,19 +70,17 @@ def nothing_judged(loaders: Sequence[LoaderRecord], others_passed: bool) -> bool
 
 
 def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_shown: bool = False) -> Iterator[Styled]:
-    """Yield the lines of the section.
-
-    If pytest's section of failures ``is_shown``, the cause of a single failed check is not repeated.
-    """
-    for loader in loaders:
+    """Yield the lines of the section: without what pytest's failures say, if shown; with -q, only what differs."""
+    for loader in loaders if verbosity > -1 else ():
         yield _describe_loader(loader)
         yield from ((line, {}) for line in describe_sizes(loader.sizes, loader.world))
     if verbosity > -2:
-        yield from _describe_causes(loaders, is_shown)
-        for status in UNSETTLED:
+        yield from () if verbosity < 0 and is_shown else _describe_causes(loaders, is_shown)
+        for status in UNSETTLED if verbosity > -1 else UNSETTLED[:1]:
             yield from ((f"{status}: {line}", YELLOW) for line in shorten_list(describe_reasons(loaders, status)))
-        if verbosity > 0:
-            yield from ((f"passed: {line}", {}) for line in describe_reasons(loaders, "passed"))
+    if verbosity > 0:
+        yield from ((f"passed: {line}", {}) for line in describe_reasons(loaders, "passed"))
+    if verbosity > -1:
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
@@ -140,9 +113,13 @@ def _describe_activities(seconds: Mapping[str, float]) -> str:
     """Return the activities that took longest, such as " (training 1.2, loading 0.3)"."""
     spent = Counter[str]()
     for activity, time in seconds.items():
-        spent[ACTIVITIES.get(activity, activity)] += time  # type: ignore[assignment]
+        spent[name_activity(activity)] += time  # type: ignore[assignment]
     longest = [f"{name} {time:.1f}" for name, time in spent.most_common(MOST_ACTIVITIES) if time >= 0.05]
     return f" ({', '.join(longest)})" if longest else ""
+
+
+def name_activity(activity: str) -> str:
+    return ACTIVITIES.get(activity, activity.replace("_", " "))
 
 
 def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterator[Styled]:
@@ -154,7 +131,8 @@ def _describe_causes(loaders: Sequence[LoaderRecord], is_shown: bool) -> Iterato
     for kind, (_, label, noun) in KINDS.items():
         same = [story for story in stories if story.kind == kind]
         for story in same[:MOST_CAUSES]:
-            yield from _describe_story(f"{story.number}. {label}: " if story.cause else f"{story.number}. ", story)
+            title = f"{story.number}. {label}: " if story.cause else f"{story.number}. "
+            yield from _describe_story(title, story, is_shown and kind == FINDING)
         if len(same) > MOST_CAUSES:
             yield f"... and {counted(len(same) - MOST_CAUSES, f'more {noun}')}", RED
     if stories:
@@ -171,12 +149,12 @@ def _only_failure(stories: Sequence[Story]) -> Story | None:
     return replace(stories[0], places=(replace(places[0], findings=findings),))
 
 
-def _describe_story(label: str, story: Story) -> Iterator[Styled]:
+def _describe_story(label: str, story: Story, is_short: bool) -> Iterator[Styled]:
     yield "", {}
     yield paragraph(label, story.headline), {"bold": True}
-    for origin in story.starts:
+    for origin in () if is_short else story.starts:
         yield paragraph("   where it starts: ", origin), {}
-    if story.remedy:
+    if story.remedy and not is_short:
         yield paragraph("   remedy: ", story.remedy), {}
     # pytest's section of failures has the details.
     yield from ((f"   {printable(line)}", {}) for line in shorten_list(story.describe_places(with_detail=False)))

@@ -22,6 +22,6 @@ def test_the_plugin_loads_by_name_without_entry_points(project: Project, monkeyp
 
 
 def test_the_entry_point_loads_the_hooks() -> None:
-    (entry,) = (entry for entry in entry_points(group="pytest11") if entry.name == "fsdp_meta")
+    (entry,) = (entry for entry in entry_points(group="pytest11") if entry.name == "fsdp-meta")
     assert entry.value == "pytest_fsdp_meta.plugin.hooks"
     assert entry.load().__name__ == entry.value

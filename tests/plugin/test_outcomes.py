@@ -228,17 +228,17 @@ def test_loaders_and_tests_on_ranks_fail_without_the_plugin(project: Project, ar
             def test_z(self): ...
         """,
     )
-    result = project.run("-p", "no:fsdp_meta", "-W", "ignore")
+    result = project.run("-p", "no:fsdp-meta", "-W", "ignore")
     result.assert_outcomes(failed=3, errors=1)
     for name in ("test_x", "test_z"):
         assert (
             f"{name} is a loader for pytest-fsdp-meta, whose plugin is not active, so no check ran; install "
-            "pytest-fsdp-meta and remove '-p no:fsdp_meta'"
+            "pytest-fsdp-meta and remove '-p no:fsdp-meta'"
         ) in result.outlines
     assert "E       fixture 'fsdp' not found" in result.outlines
     assert (
         "test_spmd runs on ranks of pytest-fsdp-meta, whose plugin is not active, so it did not run; install "
-        "pytest-fsdp-meta and remove '-p no:fsdp_meta'"
+        "pytest-fsdp-meta and remove '-p no:fsdp-meta'"
     ) in result.outlines
 
 

@@ -255,3 +255,20 @@ def test_a_check_that_pytest_finds_too_late(project: Project) -> None:
         "move it to the conftest.py of the root folder, or name this folder in testpaths or on the command line"
     ]
     project.collect("pkg/deep").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}),
+        ("srun", {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}),
+    ],
+)
+def test_pytest_starts_the_ranks_itself(project: Project, monkeypatch: pytest.MonkeyPatch, launcher, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    project.loaders("def test_plain(): pass\n\n@fsdp_conformance\ndef test_it(fsdp): return load(fsdp)\n")
+    assert project.collect("-k", "test_plain").ret == 0
+    name, value = list(variables.items())[1]
+    message = f"run pytest once, without {launcher}; it starts the ranks itself (found {name}={value} of {launcher})"
+    assert errors(project.collect()) == [f"pytest-fsdp-meta: {message}"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pytest_fsdp_meta.worlds.rank.main import _describe_failure
 from pytest_fsdp_meta.worlds.rank.tracebacks import (
     describe_long_chain,
     format_traceback,
@@ -104,3 +107,10 @@ def test_an_exception_is_raised_in_a_module_with_these_tensors(act, found):
     with pytest.raises(Exception) as caught:
         act(Compiled())
     assert tensors_in_use(caught.value) == found
+
+
+def test_an_error_has_no_colours_and_no_note_that_is_longer_than_what_it_leaves_out():
+    task: Any = SimpleNamespace(place=SimpleNamespace(rank=0))
+    failure = _describe_failure(task, ValueError(f"\x1b[31mbad\x1b[0m {'x' * 320}"))
+    assert failure.summary == f"raised ValueError: bad {'x' * 320}"
+    assert "(100 characters)" in _describe_failure(task, ValueError("x" * 400)).summary

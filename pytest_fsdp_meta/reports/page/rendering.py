@@ -24,7 +24,7 @@ from pytest_fsdp_meta.reports.page.traced import cells_of
 from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
-from pytest_fsdp_meta.reports.totals import ACTIVITIES
+from pytest_fsdp_meta.reports.totals import name_activity
 from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, name_ranks, printable
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _environment() -> Environment:
         "SIZE_PARTS": PARTS,
         "SIZE_WIDTH": BAR_WIDTH,
         "SIZE_HEIGHT": BAR_HEIGHT,
-        "ACTIVITIES": ACTIVITIES,
+        "name_activity": name_activity,
     }
     return environment
 

@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -213,7 +214,7 @@ def _describe_failure(task: Assignment, error: BaseException) -> RankFailure:
         said = (_first_failure(error) or text).strip()
     except Exception:
         text = said = "(its __str__ raised an exception)"
-    first = _shortened(said.splitlines()[0], 300) if said else ""
+    first = _shortened(re.sub(r":\n\s*", ": ", said).splitlines()[0], 300) if said else ""
     summary = ": ".join(filter(None, (f"raised {kind.__name__}{where}", first, preload.hint(text))))
     return RankFailure(
         task.place.rank,
@@ -236,6 +237,7 @@ def _first_failure(error: BaseException) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Return the beginning and the end of the text: an exception may list three thousand missing keys on one line."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} ... ({len(text) - limit} characters) ... {text[-half:]}"
+    """Return beginning and end of a text, without colours: an exception may list 3,000 missing keys on one line."""
+    text, half = re.sub(r"\x1b\[[\d;]*m", "", text), limit // 2
+    note = f" ... ({len(text) - limit} characters) ... "
+    return text if len(text) <= limit + len(note) else f"{text[:half]}{note}{text[-half:]}"
