@@ -51,7 +51,8 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation
             return {**_ODD_IN_PART, "cause": f"{of_factor}, on these ranks alone: {_SCALED}"}
         return {"cause": f"{of_factor}: {_SCALED}", "remedy": _UNSCALED}
     if kind == "plus":
-        explanation = _CENTRED if by in ("1", "-1") and tensor.kind == "parameter" else _SHIFTED
+        is_norm = tensor.kind == "parameter" and len(tensor.shape) == 1 and not tensor.name.endswith("bias")
+        explanation = _CENTRED if by in ("1", "-1") and is_norm else _SHIFTED
         shift = f"{by.removeprefix('-')} {'less' if by.startswith('-') else 'more'}"
         return {**explanation, "cause": f"every element is {shift} than expected: {explanation['cause']}"}
     return PATTERNS.get(kind, _ODD_WHOLE if odd else {})

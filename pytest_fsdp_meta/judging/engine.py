@@ -197,7 +197,9 @@ def _by_kind(evidence: Evidence) -> dict[str, frozenset[str]]:
     tensors = [tensor for rank in evidence.inventory for tensor in rank.tensors]
     kinds = {kind: frozenset(t.name for t in tensors if t.kind == kind) for kind in ("parameter", "buffer")}
     trained = frozenset(t.name for t in tensors if t.kind == "parameter" and t.requires_grad)
-    return {**kinds, "trainable parameter": trained} if trained < kinds["parameter"] else kinds
+    tied = frozenset(name for _, *others in evidence.inventory[0].ties() for name in others)
+    parts = {"trainable parameter": trained, "distinct parameter": kinds["parameter"] - tied}
+    return kinds | {kind: names for kind, names in parts.items() if names < kinds["parameter"]}
 
 
 def _ties(evidence: Evidence) -> frozenset[frozenset[str]]:

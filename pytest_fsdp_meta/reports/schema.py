@@ -310,7 +310,7 @@ class LoaderRecord:
     """Activity -> seconds, in the order in which activities began."""
     summary: Summary | None = None
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What no check fails for -> where: what the model's values or sizes hide, and needless traffic. Of "even shards",
+    """What no check fails for -> where: what the model's values or sizes hide. Of "even shards",
     nothing says that this loader has uneven ones."""
     sizes: tuple[SimulatedSize, ...] = ()
     """What ranks need in this world and in smaller ones, if it was simulated."""

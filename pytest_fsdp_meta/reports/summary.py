@@ -33,7 +33,7 @@ from pytest_fsdp_meta.reports.schema import (
     TracedRow,
     TracedStep,
 )
-from pytest_fsdp_meta.text import as_bytes, counted, first_of, grouped
+from pytest_fsdp_meta.text import counted, grouped
 
 
 def summarise(evidence: Evidence) -> Summary:
@@ -56,13 +56,10 @@ def summarise(evidence: Evidence) -> Summary:
 
 def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     """Return ``LoaderRecord.notes``."""
-    resent = [sent for rank in evidence.collectives or () for one in rank.loading for sent in one.resent]
-    names, size = list(dict(resent)), sum(nbytes for _, nbytes in resent)
-    again = {"sent again": (f"{as_bytes(size)} ({first_of(names)})",)} if resent else {}
     steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
     alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
     rates = (", ".join(f"{rate:.4g}" for rate in steps[0]) + f" in {counted(len(steps), 'step')}",) if alike else ()
-    return again | ({"one rate": rates} if rates else {}) | _even_shards(evidence.inventory[0]) | _hidden(evidence)
+    return ({"one rate": rates} if rates else {}) | _even_shards(evidence.inventory[0]) | _hidden(evidence)
 
 
 def _even_shards(inventory: RankInventory) -> dict[str, tuple[str, ...]]:

@@ -185,8 +185,9 @@ def fold_tensors(names: Sequence[str], kinds: Kinds) -> dict[str, str]:
     folded: dict[str, str] = {}
     left = list(names)
     for text, known in _whole_kinds(names, kinds).items():
-        folded[text] = next(name for name in names if name in known)
-        left = [name for name in left if name not in known]
+        if known.issubset(left):  # else a larger kind has them
+            folded[text] = next(name for name in names if name in known)
+            left = [name for name in left if name not in known]
     return folded | fold_names(left)
 
 

@@ -50,9 +50,10 @@ def departs(runs: tuple[RankTraining, ...], reference: ReferenceFacts, inventory
     if not all(abs(mean - loss) <= allowed for mean, loss in zip(means, losses, strict=False)):
         return True
     gradient, update = smallest(GRADIENT_TOLERANCE, dtypes), smallest(UPDATE_TOLERANCE, dtypes)
+    scratch = {tensor.name for tensor in inventory.tensors if not tensor.persistent}
     for name, found in (pair for run in runs for pair in (*run.compared.items(), ("beside", run.beside))):
         allowed = gradient if name in GRADIENTS else update
-        for comparison in found:
+        for comparison in (one for one in found if one.name not in scratch):
             rounds = comparison.measure is not None and comparison.measure.grain > 0  # integers have to be equal
             if comparison.relative > (0.0 if name in BUFFERS and not rounds else allowed):
                 return True

@@ -40,7 +40,7 @@ NOT_OF_ITS_OWN = re.compile(r"(OutOfMemoryError|MemoryError|DistBackendError|Dis
 """Exceptions that a world raises because of its machine or network, or because the author skips."""
 HINTS = {
     "ReduceOp.PREMUL_SUM with Gloo": "gloo does not scale while it reduces: on the CPU, call "
-    "set_force_sum_reduction_for_comms(True) on the FSDP modules as well",
+    "set_force_sum_reduction_for_comms(True) on every FSDP module, too",
     **{
         f"DistributedConfig.__init__() got an unexpected keyword argument '{name}'": (
             f"DistributedConfig has {name} from transformers {since} on"

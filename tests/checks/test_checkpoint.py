@@ -190,16 +190,6 @@ def test_a_world_of_another_size_loads_other_values(off, detail):
     assert findings_of(found) == [(MIDDLE, (0,), "different values in a world of 1", SAVED, detail)]
 
 
-def test_a_part_of_several_blocks_that_is_saved_as_one():
-    """NVIDIA/Megatron-LM#4841: a rank has rows of gate and rows of up."""
-    blocks = change(healthy(), MIDDLE, [0], regions=(((0, 2), (4, 5)), ((0, 4),)))
-    blocks = change(blocks, MIDDLE, [1], regions=(((2, 4), (5, 6)), ((0, 4),)))
-    (finding,) = verdict(RESHARDS, elsewhere(blocks, OTHER)).findings
-    assert finding.cause.startswith("each rank's part consists of several blocks of the tensor (gate and up, ")
-    (finding,) = verdict(RESHARDS, elsewhere(healthy(), OTHER)).findings
-    assert finding.cause.startswith("shards are saved by rank")
-
-
 def refused(evidence: Evidence, error: str = "RuntimeError in Subject(resume=...): another size") -> Evidence:
     return replace(evidence, resharded=replace(evidence.resharded, comparisons=(), refused=error, ranks=(0,)))
 
@@ -211,14 +201,6 @@ def test_a_world_of_another_size_cannot_load_the_checkpoint():
     assert found.findings[0].cause == CATALOGUE[RESHARDS].cause
     # Parameters that differ from the reference do not explain an error.
     assert verdict(RESHARDS, refused(differ(healthy(), MIDDLE))).findings == found.findings
-
-
-@pytest.mark.parametrize(("size", "of_each_rank"), [(4, True), (1, False)])
-def test_a_larger_world_has_ranks_that_have_saved_nothing(size, of_each_rank):
-    evidence = refused(healthy(), "RuntimeError in Subject(resume=...): Missing key in state_dict: random_1.torch.")
-    evidence = replace(evidence, resharded=replace(evidence.resharded, mesh=(("dp_shard", size),)))
-    [finding] = verdict(RESHARDS, evidence).findings
-    assert finding.cause.startswith("resume() asks for a key or a file of each rank") == of_each_rank
 
 
 def test_a_parameter_that_is_frozen_here_only_is_left_to_the_check_that_reports_it():

@@ -19,7 +19,6 @@ from tests.checks.evidence_factory import (
     empty,
     healthy,
     left_out,
-    on_runs,
     place,
     undeclared,
     verdict,
@@ -158,20 +157,6 @@ def test_what_groups_explain_passes(evidence):
 
 
 REDUCE = collective("all_reduce", by_fsdp=True)
-
-
-@pytest.mark.parametrize(
-    ("ops", "replicates", "what"),
-    [
-        ([SCATTER] * 4, False, "4 reduce_scatters of FSDP groups, where 2 would do: call set_requires_gradient_sync"),
-        ([SCATTER] * 2, False, ""),
-        ([SCATTER] * 4 + [REDUCE] * 2, True, "4 reduce_scatters of FSDP groups"),
-    ],
-)
-def test_a_step_that_reduces_each_micro_batch_passes_with_a_note(ops, replicates, what):
-    groups = [replace(group, forwards=2, replicates=replicates) for group in GROUPS]
-    found = verdict(BUDGET, on_runs(step(*ops, groups=groups), None, backwards=(2, 2, 2)))
-    assert (found.status, what in found.reason, bool(found.reason)) == ("passed", True, bool(what))
 
 
 @pytest.mark.parametrize(

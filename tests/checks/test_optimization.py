@@ -393,16 +393,3 @@ def test_updates_that_rounding_swallows():
     assert verdict(MOVES, on_runs(healthy(), [1], swallowed=(MIDDLE,))).status == "passed"
     own = declare(evidence, declared=evidence.subject.declared - {"optimizer"})
     assert verdict(MOVES, own).findings == ()
-
-
-def test_what_train_step_itself_writes_to():
-    def written(evidence: Evidence) -> Evidence:
-        runs = (replace(r, buffers=replace(r.buffers, written_parameters=(FROZEN, MIDDLE))) for r in evidence.training)
-        return replace(evidence, training=tuple(runs))
-
-    itself = "train_step itself writes to it"
-    [frozen] = verdict(STAY, written(after(healthy(), FROZEN, digest="other"))).findings
-    moved = remeasured(healthy(), MIDDLE, apart=2.0, observed="parameters")
-    [update] = verdict(UPDATES, written(moved)).findings
-    assert all(finding.cause.startswith(itself) for finding in (frozen, update))
-    assert not verdict(UPDATES, moved).findings[0].cause.startswith(itself)

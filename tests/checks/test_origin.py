@@ -391,17 +391,6 @@ def test_the_checks_say_where_it_starts():
     assert {f.origin for f in verdict("grad_parity", wrong_gradient).findings} == {describe_origin(place)}
 
 
-def test_gradients_are_wrong_because_the_forward_of_a_module_is():
-    place = both(since(("output", "block.mlp")))
-    wrong = traced(remeasured(healthy(), "layers.0.weight", apart=1.0), place)
-    (finding,) = verdict("grad_parity", wrong).findings
-    assert finding.cause.startswith("the first forward already differs where it is said to start")
-    # A factor that has a meaning is a cause of its own.
-    summed = traced(remeasured(healthy(), "layers.0.weight", factor=2.0), place)
-    (finding,) = verdict("grad_parity", summed).findings
-    assert finding.cause.startswith("summed instead of averaged")
-
-
 def test_a_loss_that_is_wrong_later_only_starts_in_no_traced_module():
     later = traced(on_runs(healthy(), None, losses=(2.0, 1.5, 2.25)), both(since(("output", "block.mlp"))))
     assert {f.origin for f in verdict("loss_parity", later).findings} == {""}

@@ -17,7 +17,6 @@ from tests.checks.evidence_factory import (
     declare,
     findings_of,
     healthy,
-    parameter,
     place,
     verdict,
 )
@@ -270,15 +269,6 @@ def test_declared_unsharded_that_is_sharded():
     assert [(f.tensor, f.ranks) for f in found.findings] == [(MIDDLE, (0, 1))]
     assert verdict(PLACEMENTS, evidence).unjudged == {STAYS: (MIDDLE,)}
     assert verdict(LEFT, evidence).status == "passed"
-
-
-def test_declared_unsharded_that_one_rank_shards():
-    evidence = declare(place(healthy(4), MIDDLE, {}), unsharded=(MIDDLE,))
-    shard = parameter(MIDDLE, (6, 4), {"dp_shard": 4}, ("S(0)",), (2,))
-    facts = {key: getattr(shard, key) for key in ("placements", "mesh", "regions", "local_shape")}
-    assert findings_of(verdict(STAYS, change(evidence, MIDDLE, [2], **facts))) == [
-        (MIDDLE, (2,), "S(0) on mesh dp_shard=4", "whole on every rank, as declared", "")
-    ]
 
 
 def test_a_partial_tensor_is_not_whole_but_a_shard_of_one_is():

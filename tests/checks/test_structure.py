@@ -221,19 +221,6 @@ def test_weights_in_the_dtype_of_the_policy_have_no_masters(computes_in, kept):
 
 
 @pytest.mark.parametrize(
-    ("name", "now", "actual", "expected", "remedy"),
-    [
-        (MIDDLE, False, "frozen", "trainable", "narrow the pattern"),
-        (FROZEN, True, "trainable", "frozen", "set requires_grad after the last step"),
-    ],
-)
-def test_another_requires_grad(name, now, actual, expected, remedy):
-    found = verdict(TRAINABLE, change(healthy(), name, requires_grad=now))
-    assert findings_of(found) == [(name, (0, 1), actual, expected, "")]
-    assert found.findings[0].remedy.startswith(remedy)
-
-
-@pytest.mark.parametrize(
     "evidence",
     [
         # checks/training/observe/reference.py freezes it there; tests/trial/test_trial.py tests both together.

@@ -160,21 +160,6 @@ def test_tensors_of_an_expected_finding_are_left_out(id, expected, why):
     assert (found.status, found.why, found.unjudged) == ("skipped", why, {DTYPES: (MIDDLE,)})
 
 
-@pytest.mark.parametrize("shares", [((3, 8), (1, 8)), ((8, 3), (8, 1))], ids=["labels", "shifted labels"])
-def test_means_over_own_labels_are_named(shares):
-    evidence = losses(healthy(2), (1.5, 1.5, 1.25), (3.5, 1.5, 1.25))
-    runs = zip(evidence.training, shares, strict=True)
-    own = tuple(replace(run, labels=(first, (4, 4), (4, 4))) for run, first in runs)
-    (finding,) = verdict(PARITY, replace(evidence, training=own)).findings
-    assert finding.cause.startswith(
-        "each rank averages over its own labels, and the ranks have different numbers of labels"
-    )
-
-
-def test_slices_of_the_batch_are_averaged():
-    assert verdict(PARITY, losses(healthy(2), (3.0, 2.0, 1.5), (1.0, 1.0, 1.0))).status == "passed"
-
-
 @pytest.mark.parametrize(
     ("places", "curves", "mean"),
     [
@@ -305,12 +290,6 @@ def test_context_parallel_ranks_may_disagree():
     for mesh, status in (({"cp": 2}, "passed"), ({"dp_shard": 2, "cp": 1}, "failed"), ({"tp": 2}, "failed")):
         world = replace(evidence.world, mesh=tuple(mesh.items()))
         assert verdict(PARITY, replace(evidence, world=world)).status == status
-
-
-def test_wrong_parameters_explain_ranks_that_disagree():
-    evidence = losses(in_slices(healthy(2), 0, 0), (2.5, 1.5, 1.25), (1.5, 1.5, 1.25))
-    found = verdict(PARITY, differ(evidence, MIDDLE, [1]))
-    assert (found.status, "the findings of params_equal_reference explain" in found.reason) == ("skipped", True)
 
 
 def test_a_reference_that_differs_each_time_it_is_built_is_an_error():

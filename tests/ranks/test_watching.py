@@ -81,27 +81,6 @@ def test_collectives_of_every_kind_are_recorded_in_order():
     assert [op for op, *_ in of_dtensor] == ["scatter", "all_gather"]
 
 
-def sharded(read_by_all: bool, dtype: torch.dtype = torch.float32, **how: None) -> list[tuple[tuple[str, int], ...]]:
-    rank = current()
-    whole = torch.arange(20.0).reshape(5, 4) if read_by_all or not rank.rank else torch.full((5, 4), torch.nan)
-
-    def talk(model: nn.Module) -> None:
-        for name, value in (("weight", whole), ("bias", torch.ones(4))):  # ones are what each rank starts with
-            local = distribute_tensor(value.to(dtype), rank.mesh, [Shard(0)], **how)
-            model.register_parameter(name, nn.Parameter(local, requires_grad=False))
-
-    return [one.resent for one in recorded(talk)]
-
-
-def test_a_scatter_of_what_every_rank_has_read():
-    padded = 3 * 4
-    with world_of(2) as world:
-        assert world.run(sharded, True) == [[(), ()], [(("weight", 4 * padded),), ()]]
-        assert world.run(sharded, True, torch.bfloat16)[1] == [(("weight", 2 * padded),), ()]
-        assert world.run(sharded, False) == [[(), ()], [(), ()]]
-        assert world.run(sharded, True, src_data_rank=None) == [[], []]
-
-
 def recycled() -> list[tuple[str, ...]]:
     """Send and free some memory, and then reuse it for a parameter."""
 

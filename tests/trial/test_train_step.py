@@ -119,6 +119,10 @@ def forgets(model, optimizer, batch):
     return 0.0
 
 
+def steps_another(model, optimizer, batch):
+    return plain_step(model, adam(model.parameters()), batch)
+
+
 def steps_twice(model, optimizer, batch):
     found = loss(model, batch)
     for _ in range(2):
@@ -165,6 +169,10 @@ def raises(model, optimizer, batch):
     ("step", "message"),
     [
         (forgets, "it never stepped the optimizer in step 0, but should step it once; call step() of the optimizer"),
+        (
+            steps_another,
+            "it never stepped the optimizer in step 0, but should step it once; declare the AdamW that it stepped",
+        ),
         (steps_twice, "it stepped the optimizer 2 times in step 0, but should step it once; one call gets the rows"),
         (returns_nothing, "it returned NoneType, but should return the loss, a number"),
         (
@@ -558,3 +566,28 @@ def test_what_the_step_differentiates_is_compared_with_the_declared_loss(step, d
     assert len(causes) == bool(cause)
     assert cause or {verdict.status for verdict in found.values()} == {"passed"}
     assert all(one.startswith(cause) for one in causes), causes
+
+
+def test_a_divide_factor_on_the_root_alone_is_no_matter_of_the_loss():
+    def step(model, optimizer, batch):
+        share = loss(model, batch) / 2
+        share.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return share
+
+    def three() -> nn.Sequential:
+        return nn.Sequential(*build(), nn.Linear(2, 2))
+
+    def on_the_root(fsdp):
+        model = three()
+        fully_shard(model[0], mesh=fsdp.mesh)
+        root: Any = fully_shard(model, mesh=fsdp.mesh)
+        root.set_gradient_divide_factor(1.0)
+        root.set_force_sum_reduction_for_comms(True)
+        declared: dict[str, Any] = {"batch": batch, "loss": loss, "optimizer": adam, "train_step": step}
+        return Subject(model, reference=three, loss_over_ranks="same", **declared)
+
+    found = judged(None, ["grad_parity"], function=on_the_root)["grad_parity"].findings
+    assert {finding.tensor for finding in found} == {"0.weight", "0.bias"}
+    assert all(finding.cause.startswith("divided once too often (2 is the number of ranks)") for finding in found)

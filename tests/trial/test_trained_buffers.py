@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -23,7 +25,8 @@ from fixtures.forms_buffers import (
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.worlds import Rank
-from tests.trial_help import judge_all, observe
+from tests.trial.test_reloading import for_torch, from_torch
+from tests.trial_help import batch, judge_all, loss, observe
 
 CHECKS = ("buffers_follow_training", "replicas_stay_equal")
 
@@ -96,3 +99,50 @@ def build_with_constant() -> nn.Module:
     model = tracked()
     model.register_buffer("constant", torch.ones(3))
     return model
+
+
+class Centred(nn.Module):
+    """Subtracts a mean that no checkpoint has, as self-distillation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("center", torch.zeros(4), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = self.first(input)
+        output: Tensor = self.last(found - self.center)
+        if self.training:
+            self.center = 0.5 * (self.center + self.mean(found.detach()))
+        return output
+
+    def mean(self, rows: Tensor) -> Tensor:
+        return rows.mean(0)
+
+
+class CentredOverRanks(Centred):
+    def mean(self, rows: Tensor) -> Tensor:
+        return mean_of_ranks(rows.mean(0))
+
+
+def centred(kind: type[Centred] = Centred) -> Centred:
+    torch.manual_seed(0)
+    return kind()
+
+
+def load_centred(fsdp: Rank, kind: type[Centred]) -> Subject:
+    model, optimizer = fully_shard(centred(kind), mesh=fsdp.mesh), partial(torch.optim.SGD, lr=1e-3)
+    declared: dict[str, Any] = {"reference": centred, "batch": batch, "loss": loss, "optimizer": optimizer}
+    return Subject(model, **declared, save=for_torch, resume=from_torch)
+
+
+def test_a_buffer_that_no_checkpoint_has_is_named_where_it_is_the_cause():
+    checks = ("second_grad_parity", "resume_parity")
+    right = judge_all(observe(partial(load_centred, kind=CentredOverRanks), checks), checks)
+    assert right["second_grad_parity"].status == "passed"
+    [lost] = right["resume_parity"].findings  # each load begins with zeros
+    assert lost.cause.startswith("after loading, center has other values than in the uninterrupted run")
+    wrong = judge_all(observe(partial(load_centred, kind=Centred), checks), checks)
+    found = wrong["second_grad_parity"].findings
+    assert found
+    assert all("then the ranks change center otherwise" in finding.cause for finding in found)

@@ -26,8 +26,6 @@ class Collective:
     by_fsdp: bool = False
     optimizing: bool = False
     """Whether an optimizer's step issued it."""
-    resent: tuple[tuple[str, int], ...] = ()
-    """The parameters, with bytes, whose values another rank sent by a scatter although this rank had them."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _describe_collective(collective: Collective | None) -> str:
     after=[MANIFEST, "collectives_match_on_every_rank"],
     why="An additional gather of a weight in every step costs bandwidth and memory, and nothing else shows it.",
     cause="a hook, a tied head or an auxiliary loss calls full_tensor() or unshard() on a weight that FSDP2 gathers "
-    "already",
+    "already; or the step runs another sharded model, such as a teacher",
     remedy="use the weight in its own module's forward, where FSDP2 has gathered it, or compute on the local shard",
     references=["pytorch/pytorch#105635", "pytorch/torchtitan#3123"],
 )
@@ -176,25 +176,6 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
                 f"none of the {op}s could be attributed to FSDP2; please report this, with your torch version"
             )
     _note_reductions_in_low_precision(view, ranks)
-    _note_reductions_of_micro_batches(view, ranks)
-
-
-def _note_reductions_of_micro_batches(view: View, ranks: Sequence[RankCollectives]) -> None:
-    """Raise Noted if a step reduces every micro-batch: that saves the memory of whole gradients, and may be meant."""
-    switches = (
-        ("all_reduce", _replica_reductions, "set_requires_all_reduce(False)"),
-        ("reduce_scatter", _reductions, "set_requires_gradient_sync(False), which keeps whole gradients in memory,"),
-    )
-    for own, run in zip(ranks, view.evidence.training or (), strict=False):
-        backwards = max(run.backwards, default=0)
-        for op, needed, how in switches:
-            count = _count_by_fsdp(op, own)
-            enough = sum(1 for group in own.groups or () if needed(group))
-            if backwards > 1 and enough and count >= backwards * enough:
-                raise Noted(
-                    f"a step of {backwards} micro-batches runs {counted(count, op)} of FSDP groups, where {enough} "
-                    f"would do: call {how} before all but the last backward"
-                )
 
 
 def _note_reductions_in_low_precision(view: View, ranks: Sequence[RankCollectives]) -> None:
@@ -248,16 +229,12 @@ def _unattributed(op: str, own: RankCollectives) -> bool:
 
 
 def _excess(op: str, own: RankCollectives, budget: int) -> tuple[str, str] | None:
-    count = _count_by_fsdp(op, own)
+    count = sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
     groups = len(own.groups or ())
     if count <= budget:
         return None
     actual = f"{counted(count, op)} of FSDP groups in one training step"
     return actual, f"at most {budget} for {counted(groups, 'group')}"
-
-
-def _count_by_fsdp(op: str, own: RankCollectives) -> int:
-    return sum(1 for collective in own.step or () if collective.by_fsdp and collective.op == op)
 
 
 def _communicated(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,8 +82,6 @@ FSDP_BUFFERS = {
     "chunk_cat_mixed_dtype": "reduce_scatter",  # since torch 2.15
 }
 """The operators with which FSDP2 fills its buffers, and the collective that a buffer is for."""
-MOST_CUT = 256
-"""Results of operators that are remembered until the next collective."""
 FSDP_OTHERS = frozenset({"split_with_sizes_copy", "copy_", "record_grad_output_stream"})
 """FSDP2's other operators."""
 Span = tuple[StorageWeakRef, int, int]
@@ -97,10 +94,6 @@ class _Recorded:
     inputs: list[Span]
     copies: tuple[str, ...] = ()
     """The known parameters that an input is a copy of."""
-    output: Span | None = None
-    """Where a scatter from another rank puts what it sends."""
-    held: frozenset[str] = frozenset()
-    """The digests of what this rank had cut to that shape before."""
 
 
 @dataclass
@@ -112,8 +105,6 @@ class Recorder:
     """Operators of torch that communicate or serve FSDP2 and are in none of the tables above."""
     _steps: int = 0
     """The number of optimizers' steps that run now: one may call the step of another."""
-    _cut: deque[weakref.ref[Tensor]] = field(default_factory=lambda: deque(maxlen=MOST_CUT))
-    """What operators returned since the last collective: distribute_tensor() cuts a tensor before it scatters one."""
     _recorded: list[_Recorded] = field(default_factory=list)
     _fsdp_buffers: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
     """The buffers of FSDP2 for each collective. The result of a reduce-scatter becomes the gradient, which others may
@@ -154,24 +145,11 @@ class Recorder:
             optimizing=self._steps > 0,
         )
         copies = () if by_fsdp else self._find_copies(inputs)
-        recorded = _Recorded(facts, [_span(tensor) for tensor in inputs], copies)
-        if op == "scatter" and group.rank() != facts.root:
-            for output in tensors_in(given.get("output_tensors")):
-                recorded.output, recorded.held = _span(output), self._digests_like(output)
-        self._cut.clear()
-        self._recorded.append(recorded)
+        self._recorded.append(_Recorded(facts, [_span(tensor) for tensor in inputs], copies))
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func.namespace == "fsdp" and (buffer_for := FSDP_BUFFERS.get(operator_name(func))):
             self._mark_as_fsdp(buffer_for, out)
-        elif func.namespace == "aten":
-            self._cut.extend(map(weakref.ref, tensors_in(out)))
-
-    def _digests_like(self, output: Tensor) -> frozenset[str]:
-        """Return the digests of tensors of this shape; one of a single repeated value proves nothing."""
-        pieces = [piece for ref in self._cut if (piece := ref()) is not None and piece is not output]
-        alike = [piece for piece in pieces if piece.shape == output.shape and piece.dtype == output.dtype]
-        return frozenset(digest(piece) for piece in alike if not piece.is_quantized and _varies(piece))
 
     @contextmanager
     def noting_optimizers(self) -> Iterator[None]:
@@ -196,10 +174,7 @@ class Recorder:
                     ref, first, last = _span(local)
                     alive.append(ref)
                     spans.setdefault(ref.cdata, []).append((first, last, name))
-        return tuple(
-            replace(recorded.facts, tensors=_names(recorded, spans), resent=tuple(_resent(recorded, spans, tensors)))
-            for recorded in self._recorded
-        )
+        return tuple(replace(recorded.facts, tensors=_names(recorded, spans)) for recorded in self._recorded)
 
     def _mark_as_fsdp(self, op: str, buffers: Any) -> None:
         refs = self._fsdp_buffers.setdefault(op, [])
@@ -240,21 +215,6 @@ def _names(recorded: _Recorded, spans: Mapping[int, list[tuple[int, int, str]]])
         if first < stop and start < last
     ]
     return tuple(dict.fromkeys([*names, *recorded.copies]))
-
-
-def _resent(
-    recorded: _Recorded, spans: Mapping[int, list[tuple[int, int, str]]], tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, int]]:
-    """Yield the tensors, with bytes, whose memory a scatter filled with values that this rank had before."""
-    if recorded.output is None or not recorded.held:
-        return
-    ref, first, last = recorded.output
-    for start, stop, name in spans.get(ref.cdata, ()):
-        local = next(tensors_in(own_memory(tensors[name])))
-        start_at, size = first // local.element_size(), (last - first) // local.element_size()
-        received = local.new_empty(0).set_(local.untyped_storage(), start_at, (size,))  # with the padding, if any
-        if first < stop and start < last and digest(received) in recorded.held:
-            yield name, last - first
 
 
 StepTraffic = tuple[tuple[Collective, ...], tuple[FsdpGroup, ...], tuple[str, ...]]

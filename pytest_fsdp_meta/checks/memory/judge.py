@@ -122,7 +122,7 @@ BY_SLICES = "build the model on meta, shard it, call to_empty(), then read only 
     needs=["inventory", "memory"],
     after=[MANIFEST],
     why="A loader that holds the whole model on a rank fails for models that need sharding.",
-    cause="the model was built or read as a whole on the rank",
+    cause="the model was built or read as a whole on the rank, or others were loaded beside it",
     remedy=f"{BY_SLICES}; or declare it as intended: Subject(whole_while_loading=(0,))",
     references=["huggingface/transformers#43749", "huggingface/transformers#45649"],
 )

@@ -283,7 +283,8 @@ def _problem(kind: str, saved: Sequence[RankResumed], resumed: Sequence[RankResu
 _OWN = "the one that the rank had when it saved"
 _SEEDED_AGAIN = Mismatch("seeded again", _OWN)
 _LOST: Explanation = {
-    "cause": "the checkpoint has no random state, or not that of the generator from which the model draws",
+    "cause": "the checkpoint has no random state, or none of the generator from which the model draws; or resume() "
+    "passes over one that it cannot read",
     "remedy": "let every rank save torch.get_rng_state(), and torch.cuda.get_rng_state() on a GPU, under its own name",
 }
 _ONE_FOR_ALL: Explanation = {

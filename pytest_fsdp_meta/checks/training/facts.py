@@ -182,7 +182,7 @@ class ForwardWeights:
 
 @dataclass(frozen=True)
 class TrainedBuffers:
-    """The persistent buffers that training changed on a rank or in the reference, compared with the reference's.
+    """The buffers that training changed on a rank or in the reference, compared with the reference's.
 
     ``first`` are those after the first step, ``last`` after the last one. The measures are of how far each moved.
     """
@@ -263,8 +263,6 @@ class RankTraining:
     """None unless the first step differs from the reference's."""
     gradients: tuple[Comparison, ...] = ()
     parameters: tuple[Comparison, ...] = ()
-    unreduced: bool = False
-    """True if all parameters are plain tensors and DDP does not wrap the model, so nothing reduces gradients."""
     labels: tuple[tuple[int, int], ...] = ()
     """For each step, the labels in this rank's rows that are not ignored: (all, all but the first of each row)."""
     without_gradient: tuple[str, ...] = ()

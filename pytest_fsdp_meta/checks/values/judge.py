@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
@@ -213,7 +212,7 @@ def params_equal_reference(view: View) -> Iterable[Finding]:
 def buffers_equal_reference(view: View) -> Iterable[Finding]:
     names = view.names("buffer", but=frozen_names(view))
     yield from _missing(view, "buffer")
-    yield from _explained_by_frequencies(list(_differences(view, names, view.evidence.values)))
+    yield from _differences(view, names, view.evidence.values)
     if not view.reference.complete:
         known = {comparison.name for rank in view.evidence.values or () for comparison in rank}
         transient = {t.name for rank in view.evidence.inventory for t in rank.tensors if not t.persistent}
@@ -223,19 +222,6 @@ def buffers_equal_reference(view: View) -> Iterable[Finding]:
                 f"a checkpoint does not contain non-persistent buffers ({len(unknown)} here, first: {unknown[0]}), so "
                 "their values cannot be compared; declare Subject(reference=<callable>)"
             )
-
-
-def _explained_by_frequencies(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Give the tables of a rotary embedding the cause of its frequencies, from which they are computed."""
-    sources = {_module_of(finding): finding for finding in found if str(finding.tensor).endswith("inv_freq")}
-    for finding in found:
-        source = sources.get(_module_of(finding), finding)
-        is_table = re.search(r"(^|_)(cos|sin)(_|$)", str(finding.tensor).rpartition(".")[2])
-        yield finding.explained_by(source.explanation) if is_table else finding
-
-
-def _module_of(finding: Finding) -> str:
-    return str(finding.tensor).rpartition(".")[0]
 
 
 @values_check(

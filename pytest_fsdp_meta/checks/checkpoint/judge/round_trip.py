@@ -302,8 +302,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         message = f"loading {what} in a world of {size} raises {resharded.refused}"
         if by := view.explaining(resharded.refused):
             raise Blocked(message, by)
-        absent = size > view.evidence.world.size and any(text in resharded.refused for text in NOT_THERE)
-        yield Finding(None, resharded.ranks, message, "", **(_OF_EACH_RANK if absent else {}))
+        yield Finding(None, resharded.ranks, message, "")
         return
     equal = equal_to_reference(view)
     skipped = set(diverging_names(view, view.evidence.saved or ()))
@@ -314,8 +313,7 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         skipped |= view.tied_over_stages
     for name, cases in wrong.items():
         if cases and name in equal and name not in skipped:
-            found = _moved(name, "", cases, f"a world of {size}")
-            yield found.explained_by(_IN_BLOCKS) if _is_in_blocks(view, name) else found
+            yield _moved(name, "", cases, f"a world of {size}")
     moved = list(_moved_state(view, resharded, f"a world of {size}"))
     yield from moved
     if resharded.saved_over is not None and not moved:
@@ -324,25 +322,6 @@ def dcp_reshards(view: View) -> Iterable[Finding]:
         yield from _left_by_the_larger_world(view, resharded.saved_over, where, right)
     if resharded.optimizer_problem:
         raise PartlyJudged(f"the optimizer's state was not compared: {resharded.optimizer_problem}")
-
-
-def _is_in_blocks(view: View, name: str) -> bool:
-    """Return whether a rank holds several blocks of the tensor, such as its part of gate and its part of up."""
-    return any(len(runs) > 1 for _, tensor in view.holders(name) for runs in tensor.regions)
-
-
-NOT_THERE = "Missing key", "No such file", "not found"
-"""What errors say of a key or a file that is missing."""
-_OF_EACH_RANK: Explanation = {
-    "cause": "resume() asks for a key or a file of each rank, such as its random state, and fewer ranks have saved",
-    "remedy": "read which keys or files there are, and seed the ranks that have none by their index; save "
-    "what belongs to no rank, such as shards, by its place in the whole tensor",
-}
-_IN_BLOCKS: Explanation = {
-    "cause": "each rank's part consists of several blocks of the tensor (gate and up, or q, k and v), and it is saved "
-    "or loaded as if it were one",
-    "remedy": "save each block with its own place in the whole tensor, and load each from there",
-}
 
 
 def _left_by_the_larger_world(view: View, over: Resharded, where: str, right: Collection[str]) -> Iterator[Finding]:
@@ -372,8 +351,7 @@ def _moved_state(view: View, resharded: Resharded, world: str) -> Iterator[Findi
             if not c.equal and name not in lost and view.judgeable(name):
                 wrong.setdefault((name, key), []).append((rank, c))
     for (name, key), cases in wrong.items():
-        found, in_blocks = _moved(name, key, cases, world), cases[0][1].problem is None and _is_in_blocks(view, name)
-        yield found.explained_by(_IN_BLOCKS) if in_blocks else found
+        yield _moved(name, key, cases, world)
 
 
 def _moved(name: str, key: str, cases: Sequence[tuple[int, Comparison]], world: str) -> Finding:

@@ -19,18 +19,20 @@ SAME, EXACT = 0.02, 1e-4
 """Relative: factors that differ by less are the same, and norms of gradients that nothing has changed."""
 
 
-def explain_step(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
+def explain_step(view: View, runs: Sequence[RankTraining], factor: float | None, right: bool = False) -> Explanation:
     """Return why the gradients of the author's first step are wrong; {} if nothing that was seen decides.
 
-    ``factor`` is that of all gradients, if they have one.
+    ``factor`` is that of all gradients, if they have one, and ``right`` says that those of some parameters are.
     """
     if not (seen := _watched(runs)):
         return {}
     between = _unlike_backwards(seen) if factor is None else {}  # which makes no multiple of the right ones
-    return between or explain_objective(view, runs, factor) or _changed_after(view, seen, factor)
+    return between or explain_objective(view, runs, factor, right) or _changed_after(view, seen, factor)
 
 
-def explain_objective(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
+def explain_objective(
+    view: View, runs: Sequence[RankTraining], factor: float | None, right: bool = False
+) -> Explanation:
     """Return how what the first step differentiates is not the declared loss of all rows; {} if that is not known."""
     total, expected = _total(view, runs), (view.reference.losses or (math.nan,))[0]
     ratio = total / expected if expected else math.nan
@@ -67,7 +69,7 @@ def explain_objective(view: View, runs: Sequence[RankTraining], factor: float | 
         return _explain_constant(view, runs, text)
     # A forward that departs adds up to another loss as well, and so does the scale of a GradScaler.
     states = {one.state for one in follow_step(view.evidence.traces or ())[0]}
-    if multiples < len(runs) or states != {AGREE} or not 1 / 16 < ratio < 16:
+    if right or multiples < len(runs) or states != {AGREE} or not 1 / 16 < ratio < 16:
         return {}
     return {
         "cause": "of the first micro-batch, train_step differentiates a multiple of Subject(loss=...), and in all "

@@ -252,3 +252,16 @@ def _moved_otherwise(view: View, names: Collection[str], when: str) -> dict[str,
         if apart:
             found[name] = apart
     return found
+
+
+def explain_buffers(view: View, runs: Sequence[RankTraining]) -> Explanation:
+    """Name the buffers, persistent or not, on which the loss depends and that the ranks change otherwise."""
+    names = set(view.reference.steered_by_forward).difference(*(run.buffers.broadcast for run in runs))
+    off = [*_moved_otherwise(view, names, FIRST_BUFFERS)]
+    if not off:
+        return {}
+    return {
+        "cause": "the first forward and its gradients are correct, and then the ranks change "
+        f"{off[0]} otherwise than the reference does, as by their own rows alone; the loss depends on it",
+        "remedy": "compute what a forward keeps from the whole batch: reduce it over the data-parallel ranks",
+    }

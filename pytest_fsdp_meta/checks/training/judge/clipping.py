@@ -6,8 +6,6 @@ function does are right in any case: on one device a function may miss what it c
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ from pytest_fsdp_meta.checks.training.judge.gradients import excused_gradients, 
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
 from pytest_fsdp_meta.evidence import Clipping, Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
-from pytest_fsdp_meta.judging.findings import Explanation, Finding, either, extend
+from pytest_fsdp_meta.judging.findings import Explanation, Finding, extend
 from pytest_fsdp_meta.judging.gates import (
     EXPLAINING_CHECKS,
     comparable_training,
@@ -34,17 +32,18 @@ EPSILON = 2e-6
 """torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by, others add nothing."""
 LEAST = 1e-11
 """A smaller difference of norms is rounding, if all gradients are zero but for rounding."""
-SAME_SQUARES = 1e-3
-"""Relative: sums of squared gradients that differ by less are the same."""
 SCALING = 1e-3
 """Relative; a factor that clipping above the norm applies is displayed as whole within this."""
 HALF = "half as large as before"
 NORM: Explanation = {
-    "cause": "the norm is taken over the rank's own shards and not reduced, or replicated parameters count more than "
-    "once",
-    "remedy": "use torch.nn.utils.clip_grad_norm_ on the sharded parameters, or sum the squares over the ranks that "
-    "shard",
+    "cause": "the norm is that of the rank's own shards and not reduced, or replicas count more than once",
+    "remedy": "use torch.nn.utils.clip_grad_norm_ on all parameters, or sum the squares over the ranks that shard",
 }
+_ALIKE = (
+    "all ranks leave the same gradients out of the norm (vectors, another mesh), or have that of one rank's shards",
+    "all ranks count replicas more than once, or add up norms instead of their squares",
+)
+"""The cause of a norm that is wrong alike on all ranks, by whether it is too large."""
 CLIP: Explanation = {
     "cause": "the function computes the right norm, and does not scale this gradient by it",
     "remedy": "scale the gradient of every parameter on every rank, those of replicated parameters as well",
@@ -88,32 +87,9 @@ def grad_norm_parity(view: View) -> Iterable[Finding]:
     if view.reference.own_clipping is not None:
         should_be += ", as the same function returns on one device"
     for norm, ranks in ranks_by((rank, f"{norm:.6g}") for rank, norm in off).items():
-        explanation = _WRONG_NORM[float(norm) > expected] if len(ranks) == len(runs) > 1 else NORM
-        if len(ranks) == len(runs) and (left_out := _left_out_of(view, float(norm), expected)):
-            explanation = {
-                "cause": f"the norm is that of all gradients but those of {left_out}",
-                "remedy": "sum the squares of all gradients that the optimizer uses, those of unsharded parameters and "
-                "of the root as well",
-            }
+        alike = "" if len(ranks) < len(runs) or len(runs) == 1 else _ALIKE[float(norm) > expected]
+        explanation: Explanation = {**NORM, "cause": alike or NORM["cause"]}
         yield Finding(None, ranks, f"gradient norm {norm}", should_be, **_with_problem(view, explanation))
-
-
-def _left_out_of(view: View, norm: float, expected: float) -> str:
-    """Return the gradients without which the reference's norm is ``norm``, if one kind of parameters explains it."""
-    known = view.reference_inventory.by_name
-    squares = {name: size**2 * known[name].numel for name, size in view.reference.gradients.items() if name in known}
-    kinds = {name: [name] for name in squares}
-    kinds["the vectors"] = [name for name in squares if len(known[name].shape) == 1]
-    kinds["the parameters outside of the numbered blocks"] = [
-        name for name in squares if not re.search(r"\.\d+\.", name)
-    ]
-    missing = expected**2 - norm**2
-    fitting = [
-        kind
-        for kind, names in kinds.items()
-        if missing > 0 and math.isclose(math.fsum(squares[name] for name in names), missing, rel_tol=SAME_SQUARES)
-    ]
-    return fitting[0] if len(fitting) == 1 else ""
 
 
 def _compare_norms(
@@ -138,24 +114,6 @@ def _with_problem(view: View, explanation: Explanation) -> Explanation:
     more = f"; the reference clips with torch's function, because yours {problem}"
     remedy = "; if it clips by another norm or by groups, let it run on one device too"
     return extend(explanation, more, remedy)
-
-
-_WRONG_NORM: dict[bool, Explanation] = {
-    False: either(
-        "all ranks agree on a norm that is too small: ",
-        "gradients are left out of the sum, such as vectors",
-        "gradients are left out of the sum (vectors, unsharded parameters, another mesh), or the norm of one rank's "
-        "shards is used on all ranks",
-        "sum the squares of all gradients that the optimizer uses, over the ranks that shard them",
-    ),
-    True: either(
-        "all ranks agree on a norm that is too large: ",
-        "norms are summed instead of their squares, or gradients count twice",
-        "replicated parameters count once per rank, or norms are summed instead of their squares",
-        "count replicated gradients once, and sum squares over the ranks that shard",
-    ),
-}
-"""Explanation for a norm that is wrong alike on all ranks, by whether it is too large."""
 
 
 @training_check(

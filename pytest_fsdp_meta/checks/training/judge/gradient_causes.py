@@ -45,10 +45,10 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
     if not divides(factor):
         of_expert = any(is_expert(tensor) for _, tensor in view.holders(name))
         cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if of_expert else _AVERAGE
-    elif view.evidence.subject.loss_over_ranks == "sum":
+    elif (over := view.evidence.subject.loss_over_ranks) != "mean":
         cause = (
-            f"divided once too often {counted}: the ranks' losses add up "
-            '(loss_over_ranks="sum"), and their gradients are averaged'
+            f"divided once too often {counted}: what the ranks differentiate adds up "
+            f'(loss_over_ranks="{over}"), and their gradients are averaged'
         )
         remedy = (
             "call set_gradient_divide_factor(1.0) on every FSDP module, not only on the root; with gloo, also "
@@ -174,7 +174,7 @@ def unreduced_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Fi
     managed = {t.name for rank in view.evidence.inventory for t in rank.tensors if t.managed is not None}
     # Not where FSDP2 manages none of these and does manage others, such as frozen ones.
     every = len(names) > 1 and names.keys() == unreduced and not (managed and managed.isdisjoint(unreduced))
-    explanation = _NOT_WRAPPED if any(run.unreduced for run in runs) else _BYPASSED if every else _IGNORED
+    explanation = _BYPASSED if every else _IGNORED
     for name, ranks, detail in found:
         dims = _lacking_dims(view, name, runs[0].data_parallel[1])
         yield Finding(name, ranks, *_UNREDUCED, detail, **(_on_a_part_of_the_mesh(dims) if dims else explanation))
@@ -230,11 +230,9 @@ _IGNORED: Explanation = {
     "remedy": "shard it, or reduce its gradients after backward (mean over the data-parallel ranks)",
 }
 _BYPASSED: Explanation = {
-    "cause": "nothing reduces the gradients of any parameter over these ranks: the forward bypasses the wrapper "
-    "(model.module(...)), or its reduction is off (no_sync(), set_requires_all_reduce(False))",
-    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step",
-}
-_NOT_WRAPPED: Explanation = {
-    "cause": "all parameters are plain tensors and no DDP wraps the model, so nothing reduces their gradients",
-    "remedy": "shard or wrap the model; or declare Subject(data_parallel=(0, 1)) if every rank sees the whole batch",
+    "cause": "nothing reduces the gradients of any parameter over these ranks: nothing wraps or shards the model, the "
+    "forward bypasses the wrapper (model.module(...)), or its reduction is off (no_sync(), "
+    "set_requires_all_reduce(False))",
+    "remedy": "call the wrapped model itself, and turn the reduction on for the last backward before each step; if "
+    "every rank sees the whole batch, declare Subject(data_parallel=(0, 1))",
 }

@@ -86,7 +86,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
         if bound is not None and norm is not None and norm < 0.99 * bound and not by_author:
             raise PartlyJudged(
                 f"the norm of the first gradients is {norm:.3g}, below max_grad_norm={bound:g}, so nothing is clipped; "
-                "clip to a lower bound in this test"
+                f"in this test, clip to less than {norm:.3g}"
             )
         if refused := next((run.unclipped_refused for run in runs if run.unclipped_refused), ""):
             raise PartlyJudged(
@@ -188,7 +188,8 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
     sharpest = _sharpest_factors(pairs, limits)
     measures = [c.measure for cases in pairs.values() for _, c in cases if c.measure is not None]
     factor, left = _common_factor(measures) if all(math.isfinite(m.apart) for m in measures) else (1.0, math.inf)
-    by_step = explain_step(view, runs, factor if left <= max(SCALED, limits.relative) * abs(factor) else None)
+    right = any(not any(limits.exceeded(*case) for case in pairs[name]) for name in due & pairs.keys())
+    by_step = explain_step(view, runs, factor if left <= max(SCALED, limits.relative) * abs(factor) else None, right)
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -315,6 +316,6 @@ _MISSING: Explanation = {
 _REDUCTION_OFF: Explanation = {
     "cause": "no parameter has a gradient: the reduction is turned off and never on again "
     "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), train_step calls zero_grad() between the "
-    "backward and the step, or the loss depends on no parameter",
+    "backward and the step, hooks step an optimizer that is not declared, or the loss depends on no parameter",
     "remedy": "turn the reduction on for every FSDP module before the backward whose gradients the optimizer uses",
 }

@@ -12,6 +12,7 @@ from pytest_fsdp_meta.checks.training.judge.author_step import (
     explain_objective,
     explain_returned,
 )
+from pytest_fsdp_meta.checks.training.judge.buffers import explain_buffers
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining
@@ -183,7 +184,8 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        return uneven or explain_plain_reference(view) or add_precision(view, _STATE_BETWEEN_STEPS)
+        known = uneven or explain_plain_reference(view) or explain_buffers(view, runs)
+        return known or add_precision(view, _STATE_BETWEEN_STEPS)
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS
     ours, theirs = global_losses(view.evidence)[0], (view.reference.losses or (math.nan,))[0]
@@ -221,7 +223,7 @@ _OWN_LABELS: Explanation = {
 _OTHER_FORWARD = either(
     "the first forward already differs although the weights are equal: ",
     "a module is missing, replaced, random or configured differently (attention, scale, activation, precision)",
-    "the ranks' losses are not averaged correctly, or what the ranks compute in parts is not put together correctly",
+    "a rank gets other rows or tokens than it should, or losses or parts of ranks are not put together correctly",
     "compare attention settings, and make the global loss a mean that weights all ranks correctly; if the loader uses "
     "another precision on purpose, set tolerance=...",
 )

@@ -193,8 +193,7 @@ def frozen_weights_stay_frozen(view: View) -> Iterable[Finding]:
         judged = True
         moved = tuple(rank for rank, t in frozen if _changed(after[rank], t))
         if moved:
-            by_step = all(name in runs[rank].buffers.written_parameters for rank in moved)
-            yield Finding(name, moved, f"changed in {steps}", _UNCHANGED, **(_WRITTEN_BY_STEP if by_step else {}))
+            yield Finding(name, moved, f"changed in {steps}", _UNCHANGED, **explain_written(runs, name, moved))
     buffers = [*_moved_buffers(view, after, runs)]
     yield from buffers
     if not (judged or buffers):
@@ -242,11 +241,18 @@ _IN_TRAIN: Explanation = {
     "cause": "its module has nothing to train and runs in train(), where norms update their statistics all the same",
     "remedy": "put frozen parts into eval() when loading and after each train(), or let their own train() do nothing",
 }
-_WRITTEN_BY_STEP: Explanation = {
-    "cause": "train_step itself writes to it, outside of the optimizer's step",
-    "remedy": "if it follows the trained weights on purpose, as a target network does, move it in a hook of the "
-    "optimizer's step, which runs on the reference as well; else put it back as it was",
-}
+
+
+def explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
+    """Explain how a parameter changed that train_step itself writes to on all these ranks; else return {}."""
+    if not all(name in runs[rank].buffers.written_parameters for rank in ranks):
+        return {}
+    return {
+        "cause": "train_step itself writes to it outside of the optimizer's step, which the reference does not, or "
+        "swaps it for an evaluation and does not put it back",
+        "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
+        "what an evaluation swaps",
+    }
 
 
 def _changed(after: RankInventory, loaded: TensorFacts) -> bool:

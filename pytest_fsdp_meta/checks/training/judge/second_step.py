@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import describe_origin
 from pytest_fsdp_meta.checks.training.facts import SecondStep
+from pytest_fsdp_meta.checks.training.judge.buffers import explain_buffers
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
+from pytest_fsdp_meta.checks.training.judge.optimization import explain_written
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE, UPDATE_TOLERANCE
 from pytest_fsdp_meta.evidence import Measure, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases, by_label
@@ -144,7 +146,7 @@ def _describe_wrong(
         clips = {"train_step", "max_grad_norm"} <= set(view.evidence.subject.declared)
         ranks = tuple(rank for rank, _ in others)
         explanation = explain_uneven_backwards(view, last=1) or explain_rates(view, runs, ranks)
-        explanation = explanation or (_CLIPPED if clips else _CHANGED)
+        explanation = explanation or explain_buffers(view, runs) or (_CLIPPED if clips else _CHANGED)
         yield Finding(name, ranks, actual, limits.describe(others), detail, **explanation)
 
 
@@ -254,7 +256,7 @@ def _wrong_updates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding
             error = f"relative error {max(c.relative for _, c in alike_cases):.2g}"
             detail = "" if factor else describe_length(alike_cases) if limits.only_scaled(alike_cases) else error
             ranks = tuple(rank for rank, _ in alike_cases)
-            explanation = explain_rates(view, runs, ranks) or _explain_written(runs, name, ranks)
+            explanation = explain_rates(view, runs, ranks) or explain_written(runs, name, ranks)
             explanation = explanation or _explain_counted(runs, ranks)
             explanation = explanation or explain_plain_reference(view)
             theirs, held = view.reference.settings.get(name), [runs[rank].optimizer for rank in ranks]
@@ -275,18 +277,6 @@ def _explain_counted(runs: Sequence[RankTraining], ranks: Sequence[int]) -> Expl
         "with zero gradients created its state, as torch's get_optimizer_state_dict does, so AdamW corrects the first "
         "moments as those of a later step",
         "remedy": "set each step in optimizer.state back to 0 after creating the state, or load a state instead",
-    }
-
-
-def _explain_written(runs: Sequence[RankTraining], name: str, ranks: Sequence[int]) -> Explanation:
-    """Explain an update of a parameter that train_step itself writes to on all these ranks; else return {}."""
-    if not all(name in runs[rank].buffers.written_parameters for rank in ranks):
-        return {}
-    return {
-        "cause": "train_step itself writes to it outside of the optimizer's step, which the reference does not, or "
-        "swaps it for an evaluation and does not put it back",
-        "remedy": "write to it in a hook of the optimizer's step, which runs on the reference as well, and put back "
-        "what an evaluation swaps",
     }
 
 

@@ -11,7 +11,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.training.facts import FIRST_BUFFERS, LAST_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
 from pytest_fsdp_meta.checks.training.observe.movement import compare_updates
-from pytest_fsdp_meta.checks.training.observe.trained_buffers import compare_buffers, persistent_buffers
+from pytest_fsdp_meta.checks.training.observe.trained_buffers import compare_buffers, readable_buffers
 from pytest_fsdp_meta.checks.values.observe import compare_gradients
 from pytest_fsdp_meta.evidence import Comparison
 from pytest_fsdp_meta.ranks.inventory import named_tensors
@@ -58,7 +58,7 @@ GRADIENTS = Kind(
     whole_gradients, lambda model, _, records, name: compare_gradients(gradients_of(model), records[name]), values=False
 )
 PARAMETERS = Kind(parameters_of, compare_updates)
-BUFFERS = Kind(persistent_buffers, compare_buffers)
+BUFFERS = Kind(readable_buffers, compare_buffers)
 
 SNAPSHOTS = (
     Snapshot("gradients", GRADIENTS, "backward", 0),

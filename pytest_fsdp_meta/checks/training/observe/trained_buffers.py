@@ -1,6 +1,6 @@
 """Compare the persistent buffers that training changes with those of the reference after its own training.
 
-Non-persistent buffers are scratch memory of each rank, such as caches: a checkpoint leaves them out, too.
+Non-persistent buffers are scratch memory of each rank, such as caches: they are compared as causes only.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def compare_buffers(
     """
     parts, values, updated = parts_of(model), records["values"], records[after]
     found = []
-    for name, tensor in persistent_buffers(model):
+    for name, tensor in readable_buffers(model):
         source = updated if name in updated else values
         if name not in values:
             continue

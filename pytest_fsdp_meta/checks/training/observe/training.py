@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.collectives.observe import watching_step
@@ -61,9 +58,8 @@ from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
 from pytest_fsdp_meta.evidence import Clipping, Comparison, Movement, RankTraining
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
-from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import batch_slice
-from pytest_fsdp_meta.ranks.inventory import named_tensors, reshard, take_inventory
+from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
 from pytest_fsdp_meta.ranks.precision import is_low
@@ -125,7 +121,6 @@ def observe_training(
         first_backward=seen.first_backward,
         gradients=seen.compared["gradients"],
         parameters=seen.compared["updates"],
-        unreduced=_is_unreduced(subject.model),
         labels=tuple(run.labels),
         rows=run.rows,
         without_gradient=seen.without_gradient,
@@ -309,10 +304,3 @@ def _open_records(folder: str | None) -> dict[str, Record]:
         return {}
     files = {name: record_at(folder, name) for name in RECORDS}
     return {name: Record(file) for name, file in files.items() if file.exists()}
-
-
-def _is_unreduced(model: Module) -> bool:
-    """Return whether nothing reduces gradients: every parameter is a plain tensor and no DDP wraps the model."""
-    parts = parts_of(model)
-    plain = not any(isinstance(p, DTensor) or parts.of(name, p).by for name, _, p in named_tensors(model))
-    return plain and not any(isinstance(module, DistributedDataParallel) for module in model.modules())
