@@ -479,7 +479,7 @@ def test_what_the_step_differentiates_explains_only_what_it_can(values, objectiv
     agrees = RankTrace(forward=(TracedCall(OUTPUT, "layers.0", compared=1, noise=1e-6),))
     evidence = replace(evidence, traces=(agrees, agrees))
     factor = sum(values) if sum(values) == 2 else 1.0
-    wrong = remeasured(evidence, MIDDLE, factor, apart=0.0 if factor == 2 else 9.0)
-    for name in (EMBEDDING, HEAD) if factor == 2 else ():
-        wrong = remeasured(wrong, name, factor)
+    wrong = evidence
+    for name in (MIDDLE, EMBEDDING, HEAD):
+        wrong = remeasured(wrong, name, factor, apart=0.0 if factor == 2 else 9.0)
     assert {finding.cause[: len(cause)] for finding in verdict(PARITY, wrong).findings} == {cause}

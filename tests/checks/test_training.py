@@ -34,8 +34,8 @@ from tests.checks.evidence_factory import (
 PARITY = "loss_parity"
 FORWARD = (
     "the first forward already differs although the weights are equal: a module is missing, replaced, random or "
-    "configured differently (attention, scale, activation, precision); or the ranks' losses are not averaged "
-    "correctly, or what the ranks compute in parts is not put together correctly"
+    "configured differently (attention, scale, activation, precision); or a rank gets other rows or tokens "
+    "than it should, or losses or parts of ranks are not put together correctly"
 )
 DIVERGED = (
     "ranks of one data-parallel slice compute different outputs from equal weights: a sum, mean or size is that of the "
