@@ -202,7 +202,7 @@ class Export:
     rounding: float = 0.0
     """How much the dtypes of the export may change a loss, relatively."""
     as_loaded: bool = False
-    """Whether it is compared as loaded only, because the declared ``export_reference`` is no model."""
+    """Whether it is compared as loaded only, as the declared ``export_reference`` is a dict or a checkpoint."""
     no_losses: str = ""
     """Why the losses were not computed, although there was a training; empty if they were, or if there was none."""
 

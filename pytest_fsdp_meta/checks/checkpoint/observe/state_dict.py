@@ -241,7 +241,7 @@ def losses_of_exported(
     recipe: Mapping[str, bytes], folder: str, declared: bool
 ) -> tuple[tuple[float | str, ...], float]:
     """Return the losses of the reference, or of the ``declared`` export_reference, with both exports; and how much the
-    dtypes of these round them. Instead of a loss, why that model does not compute it; none where there is no model.
+    dtypes of these round them. Instead of a loss, why it was not computed; empty for a dict or a checkpoint.
     """
     model = build_export_reference(recipe) if declared else current().state["reference"]
     if not isinstance(model, Module):

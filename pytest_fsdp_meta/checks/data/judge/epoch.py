@@ -210,7 +210,7 @@ def _half_an_epoch(ranks: Sequence[RankBatches]) -> int:
 def _whole(epoch: Epoch, parts: Sequence[_Part]) -> tuple[Counter[str] | None, str]:
     """Return all rows of the data with their numbers, by the epoch of a single rank; or None and the reason.
 
-    There is no reason for a loader that was built, which exists on the ranks only.
+    The reason is empty for a data loader that was built: it exists on the ranks only.
     """
     alone = epoch.alone
     if alone is None:

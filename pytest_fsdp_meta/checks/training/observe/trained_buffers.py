@@ -1,4 +1,4 @@
-"""Compare the persistent buffers that training changes with those of the reference after its own training.
+"""Compare the buffers that training changes with those of the reference after its own training.
 
 Non-persistent buffers are scratch memory of each rank, such as caches: they are compared as causes only.
 """
