@@ -39,6 +39,14 @@ def until(page: playwright.Page, condition: str) -> None:
         page.wait_for_timeout(20)
 
 
+def choose_tab(page: playwright.Page, tab: str) -> int:
+    """Choose a tab, and return the number of checks that it says it has."""
+    label = page.locator(".tabs label").filter(has=page.locator(f"[value='{tab}']"))
+    label.click()
+    until(page, f"location.hash === '{tab and f'#tab={tab}'}'")
+    return int(label.locator("b").inner_text())
+
+
 def focused(page: playwright.Page, what: str) -> str:
     return str(page.evaluate(f"document.activeElement.{what}"))
 
@@ -139,11 +147,11 @@ def test_filter_by_tensor(opened):
 
 def test_filter_by_status_check_rank_and_loader(opened):
     page = opened("table")
-    page.locator("[name=status][value=error]").check(force=True)
-    until(page, "location.hash === '#status=error'")
-    assert shown(page, ".result h3 code") == ["dcp_reshards"]
-    assert page.locator("#matrix .cell:not(.dim)").count() == 1
+    assert choose_tab(page, "failed") == len(shown(page, ".result h3 code"))
+    assert choose_tab(page, "failed") == page.locator("#matrix .cell:not(.dim)").count()
     assert shown(page, ".loader h2") == ["tests/test_llama.py::test_broken"]
+    assert choose_tab(page, "passed") == len(shown(page, ".checks tbody tr"))
+    assert shown(page, "#broke") == shown(page, ".result") == []
     page.get_by_role("button", name="Reset").click()
     page.locator("#by-rank").select_option("0")
     until(page, "location.hash === '#rank=0'")
@@ -176,14 +184,14 @@ def test_filters_apply_to_checks_that_share_an_article(opened):
 
 
 def test_a_link_restores_the_filters(opened):
-    page = opened("table", fragment="#tensor=up_proj&status=failed&at=loader-1-params_equal_reference")
+    page = opened("table", fragment="#tab=failed&tensor=up_proj&at=loader-1-params_equal_reference")
     assert page.locator("#by-tensor").input_value() == "up_proj"
-    assert page.locator("[name=status][value=failed]").is_checked()
+    assert page.locator("[name=tab][value=failed]").is_checked()
     assert shown(page, ".result h3 code") == ["params_equal_reference"]
     assert focused(page, "id") == "loader-1-params_equal_reference"
     until(page, UNCOVERED)
     page.get_by_role("link", name="Link to params_equal_reference").click()
-    assert page.evaluate("location.hash") == "#tensor=up_proj&status=failed&at=loader-1-params_equal_reference"
+    assert page.evaluate("location.hash") == "#tab=failed&tensor=up_proj&at=loader-1-params_equal_reference"
 
 
 def test_a_link_reveals_a_folded_or_filtered_target(opened):
@@ -217,7 +225,8 @@ def test_everything_can_be_reached_with_keys(opened):
     assert all(visible for *_, visible in stops), [one for one in stops if not one[3]]
     missed = page.evaluate(
         """[...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
-            .filter((one) => one.checkVisibility() && !one.dataset.stopped && !one.closest('#matrix'))
+            .filter((one) => one.checkVisibility() && !one.dataset.stopped && !one.closest('#matrix') &&
+                    (one.type !== 'radio' || one.checked))
             .map((one) => one.outerHTML.slice(0, 120))"""
     )
     assert missed == []
@@ -330,7 +339,20 @@ def test_filters_are_there_where_there_is_something_to_filter(opened):
 
     assert fields("alone") == []
     assert fields("usual") == ["tensor", "rank"]
-    assert fields("table") == ["tensor", "check", "rank", "loader", "only", "status"]
+    assert fields("table") == ["tensor", "check", "rank", "loader", "only"]
+
+
+def test_a_tab_leaves_what_has_its_status(opened):
+    page = opened("alone")
+    assert choose_tab(page, "skipped") == 2
+    assert shown(page, "#matrix ul li") == ["? batches_follow_the_mesh", "? batches_resume"]
+    assert [text.split(" ")[0] for text in shown(page, ".checks tbody tr")] == [
+        "batches_follow_the_mesh",
+        "batches_resume",
+    ]
+    assert shown(page, "#unchecked dt") == ["? Subject(data=...) is not declared"]
+    choose_tab(page, "")
+    assert len(shown(page, "#unchecked dt")) == 2
 
 
 def test_findings_are_shown_once_until_they_are_opened(opened):
@@ -344,7 +366,7 @@ def test_findings_are_shown_once_until_they_are_opened(opened):
 
 def test_a_copied_link_or_command_is_announced(opened):
     page = opened("failed", permissions=["clipboard-read", "clipboard-write"])
-    assert page.locator("#filters").count() == 0
+    assert page.locator("#filters").is_hidden()
     link = page.locator(".result .link").first
     link.click()
     until(page, "document.querySelector('#said').textContent === 'The link is copied.'")

@@ -21,7 +21,7 @@ from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
-from pytest_fsdp_meta.reports.page.view import GLYPHS, build_view
+from pytest_fsdp_meta.reports.page.view import GLYPHS, TABS, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
 from pytest_fsdp_meta.reports.totals import name_activity
@@ -117,6 +117,8 @@ def _environment() -> Environment:
         "MEANINGS": STATUSES | SKIPS,
         "GLYPHS": GLYPHS,
         "BAD": BAD,
+        "TABS": TABS,
+        "SKIPS": SKIPS,
         "MOST_VALUES": MOST_VALUES,
         "STATES": STATES,
         "PROBLEMS": PROBLEMS,

@@ -16,6 +16,7 @@ from pytest_fsdp_meta.reports.page.layouts import STATES, Layout, Mesh, drawn_me
 from pytest_fsdp_meta.reports.page.traced import StepView, step_view
 from pytest_fsdp_meta.reports.schema import (
     BAD,
+    FAILED,
     JUDGED,
     SKIPS,
     STATUSES,
@@ -32,7 +33,7 @@ from pytest_fsdp_meta.reports.schema import (
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
 from pytest_fsdp_meta.reports.story import describe_failures, is_failing, state_of
 from pytest_fsdp_meta.reports.totals import describe_unseen
-from pytest_fsdp_meta.text import counted, grouped, joined_runs
+from pytest_fsdp_meta.text import counted, first_of, grouped, joined_runs
 
 GLYPHS = {
     "passed": "✓",
@@ -65,6 +66,16 @@ BIG_LOADERS, BIG_DRAWINGS = 12, 500
 sections are closed and packed as well."""
 MOST_CLEAN = 5
 """Rows of loaders without failures in the matrix that are not folded into one."""
+TABS = {
+    "failed": FAILED,
+    "not run": ("not run",),
+    "differs": ("differs",),
+    "partly checked": ("partly checked",),
+    "xfailed": ("xfailed",),
+    "passed": ("passed",),
+    "skipped": ("skipped", *SKIPS),
+}
+"""Tab at the top of the page -> the kinds of checks that it shows."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +224,13 @@ class PageView:
         return _in_order(count_kinds(self.report.loaders))
 
     @property
+    def tabs(self) -> dict[str, int]:
+        """Tab -> the number of its checks; no tabs where one would show all of them."""
+        counts = {tab: how_many(self.kinds, kinds) for tab, kinds in TABS.items()}
+        some = {tab: count for tab, count in counts.items() if count}
+        return some if len(some) > 1 else {}
+
+    @property
     def columns(self) -> list[str]:
         return [column.check for _, checks in self.families for column in checks]
 
@@ -313,9 +331,9 @@ class PageView:
             return "failed", failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
             return "empty", "Nothing was judged", account
-        if differing := counts["differs"]:
-            verb = "differs" if differing == 1 else "differ"
-            return "differs", f"{counted(differing, 'check')} {verb}, no check failed", f"{loaders} · {account}"
+        if differing := list(dict.fromkeys(check.record.check for one in self.differing for check in one.checks)):
+            verb = "differs" if len(differing) == 1 else "differ"
+            return "differs", f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
         return "passed", f"All judged checks passed{but}", f"{loaders} · {account}"
@@ -328,6 +346,7 @@ class PageView:
             "checks": self.columns,
             "kinds": kinds,
             "bad": BAD,
+            "tabs": TABS,
             "glyphs": [GLYPHS.get(kind, "?") for kind in kinds],
             "labels": [describe_kind(kind) for kind in kinds],
             "names": list(self.names),

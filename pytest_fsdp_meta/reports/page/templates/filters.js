@@ -36,10 +36,10 @@ function matchTensors(text) {
   const pattern = /[*?]/.test(low) && new RegExp(`^${low.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".")}$`, "s");
   return new Set(data.names.flatMap((name, index) => (pattern ? pattern.test(name.toLowerCase()) : name.toLowerCase().includes(low)) ? [index] : []));
 }
-const fitsStatus = (now, check, kind) => (!now.check || check === now.check) && (!now.status.length || now.status.includes(kind));
+const fitsStatus = (now, check, kind) => (!now.check || check === now.check) && (!now.tab || data.tabs[now.tab].includes(kind));
 const has = (names, text) => numbers(text).some((number) => names.has(number));
 function isHere(index, now, names) {
-  const loader = data.loaders[index], given = now.check || now.status.length;
+  const loader = data.loaders[index], given = now.check || now.tab;
   return (!now.loader || now.loader === String(index + 1)) && (!names || has(names, loader.names)) &&
     (now.rank === "" || Number(now.rank) < loader.size) &&
     (!given || data.checks.some((check, column) => { const kind = kindAt(loader, column); return kind && fitsStatus(now, check, kind); }));
@@ -67,6 +67,7 @@ function filterSection(section, now, names = matchTensors(now.tensor)) {
     node.hidden = !shown;
   });
   all(".bundle", section).forEach((node) => { node.hidden = narrowed || !one("li:not([hidden])", node); });
+  if (now.tab && now.tab !== "failed") all(".checks", section).forEach((details) => { details.open = true; });
   const drawings = all(".drawing", section);
   tally.layouts = [drawings.filter((node) => !node.hidden).length, drawings.length];
   return tally;
@@ -88,6 +89,9 @@ function filter() {
   });
   // A failing cell whose findings the filters exclude is dimmed as well.
   const narrowed = names || now.rank !== "";
+  showList(now);
+  all("[data-tab]").forEach((node) => { node.hidden = Boolean(now.tab) && node.dataset.tab !== now.tab; });
+  all("#unchecked").forEach((node) => { node.hidden = !one("[data-tab]:not([hidden])", node); });
   const excluded = new Set(narrowed ? all(".result[data-check][hidden]").map((node) => node.id) : []);
   showRows(now, here, (check, kind) => fitsStatus(now, check, kind));
   if (narrowed) rows.forEach((row) => all(".cell", row).forEach((cell) => excluded.has(cell.hash.slice(1)) && cell.classList.add("dim")));

@@ -33,21 +33,31 @@ function buildRow(row) {
 function showRows(now, here, isShown) {
   if (!matrix) return;
   let folded = 0;
+  const only = now.only && (!now.tab || now.tab === "failed"); // what else a tab has is in rows and columns without failures
   const isChosen = (index) => now.loader === String(index + 1);
   rows.forEach((row) => {
-    const index = Number(row.dataset.row), away = now.only && row.matches(".clean") && !isChosen(index);
+    const index = Number(row.dataset.row), away = only && row.matches(".clean") && !isChosen(index);
     row.hidden = away || !here[index];
     folded += away && here[index];
     if (!row.hidden) buildRow(row);
     all(".cell", row).forEach((cell) => cell.classList.toggle("dim", !isShown(cell.dataset.c, cell.dataset.s)));
   });
-  showColumns(data.checks.map((check, column) => !now.only || failing[column] || check === now.check));
+  if (form.elements.only) form.elements.only.parentElement.hidden = only !== now.only;
+  showColumns(data.checks.map((check, column) => !only || failing[column] || check === now.check));
   heads.forEach((head) => head.classList.toggle("on", head.dataset.column === now.check));
   if (!fold) return;
   fold.hidden = !folded;
   const hidden = heads.filter((head) => head.hidden).length;
   one("button", fold).textContent = `${folded} ${folded === 1 ? "loader" : "loaders"} without failures`;
   fold.cells[1].textContent = hidden ? `and ${hidden} ${hidden === 1 ? "check" : "checks"} without failures` : "";
+}
+function showList(now) {
+  all(".list ul li").forEach((line) => {
+    const marks = all("[data-s]", line), other = marks.filter((mark) => !fitsStatus(now, now.check, mark.dataset.s));
+    marks.forEach((mark) => mark.classList.toggle("dim", other.includes(mark)));
+    line.hidden = Boolean(now.tab) && marks.length === other.length;
+  });
+  all(".members").forEach((members) => { members.hidden = !one("li:not([hidden])", members); });
 }
 function showColumns(visible) {
   const shown = Math.max(1, visible.filter(Boolean).length);

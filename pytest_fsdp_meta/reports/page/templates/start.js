@@ -10,7 +10,12 @@ if (form) {
   new ResizeObserver(clear).observe(form);
   form.addEventListener("submit", (event) => event.preventDefault());
   let waiting;
-  form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => { filter(); storeState(); }, 120); });
+  // Tabs are in the form's elements, but not inside of it.
+  document.addEventListener("input", ({ target }) => {
+    if (target.form !== form) return;
+    clearTimeout(waiting);
+    waiting = setTimeout(() => { filter(); storeState(); }, 120);
+  });
   form.addEventListener("reset", () => setTimeout(() => { filter(); storeState(); }));
   one("#unfold")?.addEventListener("click", () => { form.elements.only.checked = false; filter(); storeState(); });
 }

@@ -1,18 +1,17 @@
 // The state of the filters, which the fragment of the address has as well, so that a link restores it.
-const FIELDS = ["tensor", "check", "rank", "loader"];
-const EMPTY = { tensor: "", check: "", rank: "", loader: "", status: [], only: false };
+const FIELDS = ["tab", "tensor", "check", "rank", "loader"];
+const EMPTY = { tab: "", tensor: "", check: "", rank: "", loader: "", only: false };
 function state() {
   if (!form) return EMPTY;
   const given = new FormData(form);
   return {
     ...Object.fromEntries(FIELDS.map((key) => [key, (given.get(key) ?? "").trim()])),
-    status: given.getAll("status"), only: Boolean(form.elements.only?.checked),
+    only: Boolean(form.elements.only?.checked),
   };
 }
 function fragment(at) {
   const now = state(), parts = new URLSearchParams();
   for (const key of FIELDS) if (now[key]) parts.set(key, now[key]);
-  if (now.status.length) parts.set("status", now.status.join(","));
   if (form?.elements.only && now.only !== form.elements.only.defaultChecked) parts.set("rows", now.only ? "failures" : "all");
   if (!parts.size) return at ? `#${at}` : "";
   if (at) parts.set("at", at);
@@ -28,7 +27,5 @@ function restoreFilters(parts) {
     field.value = parts.get(key) ?? "";
     if (field.selectedIndex === -1) field.selectedIndex = 0; // the value belongs to another report
   }
-  const chosen = (parts.get("status") ?? "").split(",");
-  all("[name=status]", form).forEach((box) => { box.checked = chosen.includes(box.value); });
   if (parts.has("rows") && form.elements.only) form.elements.only.checked = parts.get("rows") === "failures";
 }
