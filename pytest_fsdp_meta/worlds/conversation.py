@@ -30,7 +30,7 @@ class Replies:
     """In rank order, each without its kind; complete if there are no failures."""
     failures: Sequence[RankFailure] = ()
     view: str = ""
-    """If ranks hang: which of them wait in which collective."""
+    """If ranks hang, or their collectives do not match: which of them are in which collective."""
     states: Sequence[RankState] = ()
     """If ranks hang: what they do, those that are behind first."""
 
@@ -92,7 +92,9 @@ class Conversation:
                 unanimous = all(failure.exception in unanimous_outcomes for failure in failures.values())
                 deadline = min(deadline, time.monotonic() + (UNANIMITY_TIMEOUT if unanimous else GRACE_PERIOD))
         if failures:
-            return Replies(failures=list(failures.values()))
+            return Replies(
+                failures=list(failures.values()), view=hang.describe_mismatch(self.members, failures.values())
+            )
         if missing:
             return self.describe_hang(sorted(missing), f"did not answer within {seconds:g} s")
         return Replies([answers[rank] for rank in sorted(ranks)])

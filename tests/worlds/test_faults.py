@@ -173,6 +173,8 @@ def test_ranks_that_reduce_tensors_of_different_sizes() -> None:
         r"ranks? \d(, 1)? (was|were) killed by SIGABRT: .*Received data size doesn't match expected size\. .*",
         error.summary,
     )
+    was_in = r"\w*reduce\w*( number \d+ \(float\[[46]\], |, )test_faults\.py:\d+\)?"
+    assert re.search(rf"do not match:\n  rank 0 was in {was_in}\n  rank 1 was in {was_in}\n", str(error))
 
 
 def test_output_of_a_failed_world_is_kept() -> None:

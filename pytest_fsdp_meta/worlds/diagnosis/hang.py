@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.text import name_ranks
@@ -20,7 +20,7 @@ from pytest_fsdp_meta.worlds.diagnosis.collective_history import (
 )
 from pytest_fsdp_meta.worlds.diagnosis.flight_recorder import QUESTION, Collective, Flight, Group, Whereabouts
 from pytest_fsdp_meta.worlds.engine import Member, pack_message, receive
-from pytest_fsdp_meta.worlds.failures import RankState
+from pytest_fsdp_meta.worlds.failures import RankFailure, RankState
 
 PATIENCE = 3.0
 """Seconds for all ranks together to answer. They need milliseconds, or a second and more on a machine under ten times
@@ -32,6 +32,8 @@ STOPPED = "  (it did not react: it is stopped)"
 FRAME = re.compile(r'  File "(?P<file>[^"\n]+)", line (?P<line>\d+) in (?P<function>\S+)')
 LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 """The folders of Python's own modules and of installed packages."""
+MISMATCH = "op.preamble.length <= op.nbytes"
+"""What gloo says when it receives more data than it expects."""
 MOST_STATES = 3
 """States that the line names, so that it stays a line."""
 
@@ -65,6 +67,30 @@ def _ask(members: Sequence[Member]) -> dict[int, Whereabouts]:
             if message is not None and message[0] == QUESTION[0]:
                 found[member.rank] = message[1]
     return found
+
+
+def describe_mismatch(members: Sequence[Member], failures: Iterable[RankFailure]) -> str:
+    """Name the collective that each rank was in, if gloo received data of another size than it expects; else ""."""
+    if not any(MISMATCH in failure.summary for failure in failures):
+        return ""
+    lines, found = ["the collectives of the ranks do not match:"], _ask([one for one in members if not one.has_ended])
+    for member in members:
+        flight = found[member.rank].flight if member.rank in found else None
+        calls = flight.collectives if flight is not None else ()
+        last = next((one for one in calls if not one.done), calls[-1] if calls else None)
+        was_in = _written_place(member.written().since()) if last is None else describe_collective(last)
+        lines.append(f"  rank {member.rank} was in {was_in or 'an unknown one'}")
+    return "\n".join(lines)
+
+
+def _written_place(output: str) -> str:
+    """Return where a rank was that gloo has ended, in a thread of its own, from the stacks that faulthandler writes."""
+    main_thread = output.rpartition("Fatal Python error")[2].partition("\n\nExtension")[0].rpartition("\n\n")[2]
+    frames = list(FRAME.finditer(main_thread))  # innermost first
+    place = next(
+        (f", {os.path.basename(one['file'])}:{one['line']}" for one in frames if not is_library(one["file"])), ""
+    )
+    return f"{frames[0]['function']}{place}" if frames else ""
 
 
 def is_library(file: str) -> bool:
