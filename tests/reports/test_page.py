@@ -422,6 +422,7 @@ def test_what_differs_comes_first_among_what_did_not_fail():
     differs = {"loss_parity": check("loss_parity", "differs", reason="0.5 apart")}
     page = build_view(report(loader("a.py::a"), loader("b.py::b", checks=differs)))
     assert page.verdict[:2] == ("differs", "loss_parity differs, no check failed")
+    assert build_view(replace(page.report, exit_status=1)).verdict[0] == "otherwise", "another test failed"
     assert [one.title for one in page.loaders] == ["b.py::b", "a.py::a"]
     assert page.unchecked == []
     text = Reader(render(page.report)).text

@@ -310,7 +310,7 @@ class PageView:
 
     @property
     def verdict(self) -> tuple[str, str, str]:
-        """(state: "incomplete", "failed", "known", "empty", "differs" or "passed"; the headline; what it is about)."""
+        """(state, as state_of() has it; the headline; what it is about)."""
         counts = count_kinds(self.report.loaders)
         total = sum(counts.values())
         failures = describe_failures(self.report.loaders, len(self.report.missing))
@@ -333,10 +333,10 @@ class PageView:
             return "empty", "Nothing was judged", account
         if differing := list(dict.fromkeys(check.record.check for one in self.differing for check in one.checks)):
             verb = "differs" if len(differing) == 1 else "differ"
-            return "differs", f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
+            return state_of(self.report), f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
-        return "passed", f"All judged checks passed{but}", f"{loaders} · {account}"
+        return state_of(self.report), f"All judged checks passed{but}", f"{loaders} · {account}"
 
     @property
     def data(self) -> dict[str, Any]:
