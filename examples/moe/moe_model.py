@@ -14,7 +14,7 @@ class Router(nn.Module):
         super().__init__()
         self.active = active
         self.gate = nn.Linear(width, experts, bias=False)
-        self.register_buffer("bias", torch.zeros(experts))  # learned, but not by gradients
+        self.register_buffer("bias", torch.zeros(experts))  # moved by the trainer
         self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)  # since the last step
 
     def forward(self, tokens):
@@ -42,7 +42,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Stacked feed-forward networks. After ``distribute``, each rank has some of them, and rows go to the rank."""
+    """Stacked feed-forward networks. After ``distribute``, each rank has some of them, and gets the rows for them."""
 
     def __init__(self, experts, width, hidden):
         super().__init__()
@@ -51,17 +51,17 @@ class Experts(nn.Module):
         self.group = None
 
     def distribute(self, mesh):
-        """Split the experts over the last dimension of the mesh, and copy them along the others.
+        """Split the experts over dp_shard, and copy them over dp_replicate.
 
         FSDP places its weights in the same way, so clipping and checkpoints treat both alike. But FSDP gathers weights
         for the tokens of its rank, while experts stay where they are.
         """
-        if len(self.up) % mesh.size(-1):
-            raise ValueError(f"{len(self.up)} experts cannot be split evenly over {mesh.size(-1)} ranks")
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        self.group = mesh.get_group("dp_shard")
+        if len(self.up) % dist.get_world_size(self.group):
+            raise ValueError(f"{len(self.up)} experts cannot be split evenly over the ranks of dp_shard")
+        placements = [Replicate(), Shard(0)]
         self.up = nn.Parameter(distribute_tensor(self.up, mesh, placements))
         self.down = nn.Parameter(distribute_tensor(self.down, mesh, placements))
-        self.group = mesh.get_group(-1)
 
     def forward(self, tokens, chosen):
         """Return the output of each chosen expert, of shape (tokens, active, width)."""
@@ -71,15 +71,14 @@ class Experts(nn.Module):
         return outputs[order.argsort()].unflatten(0, chosen.shape)
 
     def compute_remotely(self, rows, experts):
-        """Send each row to the rank of its expert, compute there, and return the outputs. Rows are sorted by expert."""
+        """Send each row to the rank of its expert, and return what comes back. The rows are sorted by expert."""
         counts = torch.bincount(experts, minlength=len(self.up)).view(dist.get_world_size(self.group), -1)
         arriving = torch.empty_like(counts)  # from each rank, for each expert of this rank
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        local_experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
-        outputs = self.compute(
-            Exchange.apply(rows, sent, received, self.group), local_experts.repeat_interleave(arriving.flatten())
-        )
+        numbers = torch.arange(arriving.shape[1], device=rows.device).expand_as(arriving)  # of experts, on this rank
+        local_experts = numbers.flatten().repeat_interleave(arriving.flatten())
+        outputs = self.compute(Exchange.apply(rows, sent, received, self.group), local_experts)
         return Exchange.apply(outputs, received, sent, self.group)
 
     def compute(self, rows, experts):

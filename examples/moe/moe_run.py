@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from moe_model import Decoder
-from moe_trainer import STEPS, Trainer
+from moe_trainer import ROWS, STEPS, Trainer
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,6 +35,8 @@ def main():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     ranks = dist.get_world_size()
+    if BATCH % (ROWS * ranks):
+        raise ValueError(f"{ranks} ranks would run different numbers of micro-batches, and wait for each other forever")
     replicas = 2 if ranks % 2 == 0 else 1
     mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
     initial, last = FOLDER / "initial.safetensors", FOLDER / "last"
