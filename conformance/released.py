@@ -28,6 +28,8 @@ FIELD, PUBLISHED = "field", ROOT / "results" / "field.md"
 PACKAGES = {
     "composer": "mosaicml",
     "fms": "ibm-fms",
+    "ignite": "pytorch-ignite",
+    "muon_fsdp2": "muon-fsdp2",
     "olmo_core": "ai2-olmo-core",
     "sentence_transformers": "sentence-transformers",
     "trainer": "transformers",
