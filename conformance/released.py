@@ -29,6 +29,7 @@ PACKAGES = {
     "composer": "mosaicml",
     "fms": "ibm-fms",
     "olmo_core": "ai2-olmo-core",
+    "physicsnemo": "nvidia-physicsnemo",
     "sentence_transformers": "sentence-transformers",
     "trainer": "transformers",
 }
