@@ -31,6 +31,7 @@ PACKAGES = {
     "ignite": "pytorch-ignite",
     "muon_fsdp2": "muon-fsdp2",
     "olmo_core": "ai2-olmo-core",
+    "physicsnemo": "nvidia-physicsnemo",
     "sentence_transformers": "sentence-transformers",
     "trainer": "transformers",
 }
