@@ -34,10 +34,12 @@ def explain_objective(
     view: View, runs: Sequence[RankTraining], factor: float | None, right: bool = False
 ) -> Explanation:
     """Return how what the first step differentiates is not the declared loss of all rows; {} if that is not known."""
-    total, expected = _total(view, runs), (view.reference.losses or (math.nan,))[0]
+    if not (seen := _watched(runs)):
+        return {}
+    total, expected = _total(view, runs, seen), (view.reference.losses or (math.nan,))[0]
     ratio = total / expected if expected else math.nan
     allowed, multiples = max(SAME, tolerance(view, GRADIENT_TOLERANCE)), 0
-    for run, own in zip(runs, _watched(runs), strict=False):
+    for run, own in zip(runs, seen, strict=True):
         tried = run.objective
         if tried is None or not math.isfinite(tried.residual + tried.loss + own.values[0]):
             continue
@@ -60,13 +62,13 @@ def explain_objective(
     is_wrong = factor is not None and abs(ratio - factor) <= abs(factor - 1) / 10  # it explains what is wrong
     if not is_wrong and not abs(ratio - 1) > 3 * tolerance(view, LOSS_TOLERANCE):
         return {}
-    for run, own in zip(runs, _watched(runs), strict=False):
+    for run, own in zip(runs, seen, strict=True):
         if own.pieces and sorted(row for piece in own.pieces for row in range(*piece)) != [*range(run.rows)]:
             taken = ", ".join(f"{first} to {last - 1}" for first, last in own.pieces)
             cause = f"of the rows 0 to {run.rows - 1} that it gets, train_step trains on {taken}"
             return {"cause": cause, "remedy": "train once on each of them"}
     if is_wrong and (text := whole(ratio, SAME)):
-        return _explain_constant(view, runs, text)
+        return _explain_constant(view, runs, text, len(seen[0].values))
     # A forward that departs adds up to another loss as well, and so does the scale of a GradScaler.
     states = {one.state for one in follow_step(view.evidence.traces or ())[0]}
     if right or multiples < len(runs) or states != {AGREE} or not 1 / 16 < ratio < 16:
@@ -81,7 +83,7 @@ def explain_objective(
 
 def explain_returned(view: View, runs: Sequence[RankTraining], returned: float) -> Explanation:
     """Return the explanation if what the first step differentiates adds up to the right loss; {} if it does not."""
-    total, expected = _total(view, runs), (view.reference.losses or (math.nan,))[0]
+    total, expected = _total(view, runs, _watched(runs)), (view.reference.losses or (math.nan,))[0]
     if not abs(total - expected) < abs(returned - expected) / 10:
         return {}
     cause = f"what train_step differentiates adds up to the right loss ({total:.5g}), and it returns another number"
@@ -95,10 +97,10 @@ def _watched(runs: Sequence[RankTraining]) -> list[FirstBackward]:
     return seen if len(seen) == len(runs) and len(numbers - {0}) == len(numbers) == 1 else []
 
 
-def _total(view: View, runs: Sequence[RankTraining]) -> float:
+def _total(view: View, runs: Sequence[RankTraining], seen: Sequence[FirstBackward]) -> float:
     """Return what the losses from which the backwards begin add up to over all rows; NaN if that is not known."""
-    seen, declared = _watched(runs), view.evidence.subject
-    if not seen or declared.loss_over_ranks == "sum" or _unlike_backwards(seen):  # or what is added up is not known
+    # Where a backward undoes another, what is added up is not known.
+    if not seen or view.evidence.subject.loss_over_ranks == "sum" or _unlike_backwards(seen):
         return math.nan
     summed = tuple(replace(run, losses=(math.fsum(own.values),)) for run, own in zip(runs, seen, strict=True))
     return global_losses(replace(view.evidence, training=summed))[0]
@@ -112,11 +114,11 @@ _DETACHED: Explanation = {
 }
 
 
-def _explain_constant(view: View, runs: Sequence[RankTraining], text: str) -> Explanation:
+def _explain_constant(view: View, runs: Sequence[RankTraining], text: str, backwards: int) -> Explanation:
     number, of_ranks = number_of(view, runs, text)
     labels = {run.data_parallel[0]: run.labels[0] for run in runs if run.labels}.values()
-    known = {"the number of micro-batches": {len(_watched(runs)[0].values)}}
-    known["the mean number of labels on a rank"] = {sum(own) / len(labels) for own in zip(*labels, strict=True)}
+    means = {sum(own) / len(labels) for own in zip(*labels, strict=True)}
+    known = {"the number of micro-batches": {backwards}, "the mean number of labels on a rank": means}
     of_step = next((name for name, numbers in known.items() if int(number) in numbers), "")
     said = (
         f"the losses that train_step differentiates add up to {text} {'of' if divides(text) else 'times'} the right one"
@@ -175,6 +177,11 @@ def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | No
         "cause": f"train_step {own} after the last backward, and {theirs}",
         "remedy": remedy if bound else "if train_step clips, declare Subject(max_grad_norm=<its bound>)",
     }
+
+
+def unless_by_author(view: View, otherwise: Explanation) -> Explanation:
+    """Return the explanation; where a train_step is declared, that it may depart in any way."""
+    return UNKNOWN_STEP if "train_step" in view.evidence.subject.declared else otherwise
 
 
 UNKNOWN_STEP: Explanation = {

@@ -7,7 +7,7 @@ from math import prod
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
-from pytest_fsdp_meta.checks.training.judge.author_step import UNKNOWN_STEP
+from pytest_fsdp_meta.checks.training.judge.author_step import unless_by_author
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -35,12 +35,7 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
         return _ZERO
     number, meaning = number_of(view, runs, factor, name)
     if not meaning:
-        undecided = (
-            UNKNOWN_STEP
-            if "train_step" in view.evidence.subject.declared
-            else Explanation(cause=CONSTANT, remedy=_UNSCALED)
-        )
-        return explain_uneven_backwards(view) or undecided
+        return explain_uneven_backwards(view) or unless_by_author(view, {"cause": CONSTANT, "remedy": _UNSCALED})
     counted = f"({number} is {meaning})"
     if not divides(factor):
         of_expert = any(is_expert(tensor) for _, tensor in view.holders(name))
@@ -71,12 +66,9 @@ def explain_other(view: View, name: str, cases: Cases) -> Explanation:
         explanation = _TIED
     elif max(c.relative for _, c in cases) < SLIGHT:
         explanation = _SLIGHTLY_OFF
-    elif "train_step" in view.evidence.subject.declared:
-        explanation = UNKNOWN_STEP
-    elif len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel]):
-        explanation = _ON_SOME_RANKS
     else:
-        explanation = _DIFFERENT
+        on_some = len(cases) < len([tensor for _, tensor in view.holders(name) if tensor.numel])
+        explanation = unless_by_author(view, _ON_SOME_RANKS if on_some else _DIFFERENT)
     return add_precision(view, explanation)
 
 

@@ -7,11 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
-from pytest_fsdp_meta.checks.training.judge.author_step import (
-    UNKNOWN_STEP,
-    explain_objective,
-    explain_returned,
-)
+from pytest_fsdp_meta.checks.training.judge.author_step import explain_objective, explain_returned, unless_by_author
 from pytest_fsdp_meta.checks.training.judge.buffers import explain_buffers
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
@@ -197,9 +193,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
         or explain_module(view)
         or explain_returned(view, runs, ours)
     )
-    return explanation or add_precision(
-        view, UNKNOWN_STEP if "train_step" in view.evidence.subject.declared else _OTHER_FORWARD
-    )
+    return explanation or add_precision(view, unless_by_author(view, _OTHER_FORWARD))
 
 
 def _explain_draws(runs: Sequence[RankTraining]) -> Explanation:
