@@ -12,7 +12,7 @@ from pytest_fsdp_meta.judging.gates import format_losses, require_finite
 from pytest_fsdp_meta.judging.limits import declared_or_coarsest
 from pytest_fsdp_meta.judging.registry import checkpoint_check
 from pytest_fsdp_meta.judging.view import Blocked, NotDeclared, Noted, NotJudged, PartlyJudged, View, ranks_by
-from pytest_fsdp_meta.text import first_of
+from pytest_fsdp_meta.text import first_of, grouped
 
 TRAINING_CHECKS = (
     "tied_weights_share_storage",
@@ -221,14 +221,6 @@ def kept_by_one_rank(view: View, runs: Sequence[RankResumed]) -> list[str]:
     return [name for name in plain if len({run.beside.get(name) for run in runs}) > 1]
 
 
-def _is_changed(name: str, loaded: RankResumed) -> bool:
-    """Return whether resume() has changed anything in the object that an entry belongs to."""
-    owner = name.partition(".")[0]
-    before = loaded.beside_before
-    own = [entry for entry in before if entry.partition(".")[0] == owner]
-    return any(loaded.beside.get(entry) != before[entry] for entry in own)
-
-
 def _describe_beside(
     name: str, old: Fingerprint | None, new: Fingerprint | None, saved: RankResumed, loaded: RankResumed
 ) -> Mismatch:
@@ -238,8 +230,9 @@ def _describe_beside(
         return Mismatch("no state after loading", "a state, as saved")
     if new == saved.rounded.get(name):
         return Mismatch("rounded to the dtype of the parameters after loading", "as saved", **_REBUILT)
-    explanation = Explanation()
-    if _is_changed(name, loaded):
+    explanation, owner = Explanation(), name.partition(".")[0]
+    own = [entry for entry in loaded.beside_before if entry.partition(".")[0] == owner]
+    if any(loaded.beside.get(entry) != loaded.beside_before[entry] for entry in own):  # resume() changes the object
         explanation = _LEFT_OUT if loaded.beside_before.get(name) == new else _CHANGED_AFTERWARDS
     if name.startswith("scheduler."):
         built = loaded.beside_before.get(name)
@@ -344,56 +337,47 @@ def _explain_transient(before: Sequence[RankResumed], after: Sequence[RankResume
 
 def _changed_by_resuming(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
     """Report what is frozen, tied or in ``eval()`` otherwise after loading, even if the losses do not show it yet."""
-    pairs = list(enumerate(zip(before, after, strict=True)))
-    in_eval = ((rank, name) for rank, (old, new) in pairs for name in new.evaluating if name not in old.evaluating)
-    for name, ranks in ranks_by(in_eval).items():
-        yield Finding(name, ranks, "trains in eval() after resuming", "in train(), as uninterrupted", **_LEFT_IN_EVAL)
-    woken = ((rank, name) for rank, (old, new) in pairs for name in old.kept if name not in new.resting)
-    for name, ranks in ranks_by(woken).items():
-        yield Finding(name, ranks, "in train() after resuming", "in eval(), as uninterrupted", **_WOKEN)
-    dropping = (
-        (rank, (name, new.dropouts[name], due))
-        for rank, (old, new) in pairs
-        for name, due in old.dropouts.items()
-        if new.dropouts.get(name, due) != due
-    )
-    for (name, fraction, due), ranks in ranks_by(dropping).items():
-        actual, expected = f"is {fraction:g} after resuming", f"{due:g}, as uninterrupted"
-        yield Finding(name, ranks, actual, expected, **_OTHER_DROPOUT)
-    thawed = ((rank, (name, _THAWED)) for rank, (old, new) in pairs for name in old.frozen if name not in new.frozen)
-    froze = ((rank, (name, _FROZEN)) for rank, (old, new) in pairs for name in new.frozen if name not in old.frozen)
-    for (name, (actual, expected)), ranks in ranks_by([*thawed, *froze]).items():
+    pairs = enumerate(zip(before, after, strict=True))
+    found = ((name, (rank, mismatch)) for rank, pair in pairs for name, mismatch in _compare_models(*pair))
+    for name, mismatches in grouped(found).items():
         if view.judgeable(name):
-            yield Finding(name, ranks, actual, expected, **_OTHERWISE_FROZEN)
-    untied = ((rank, names) for rank, (old, new) in pairs for names in _broken_ties(old, new))
-    for (first, second), ranks in ranks_by(untied).items():
-        if view.judgeable(second):
-            actual = f"does not share storage with {first} after loading"
-            yield Finding(second, ranks, actual, "tied to it, as before saving", **_UNTIED)
+            yield from view.findings_for(name, mismatches)
 
 
-def _broken_ties(before: RankResumed, after: RankResumed) -> Iterator[tuple[str, str]]:
-    together = {name: group for group in after.tied for name in group}
-    for first, *others in before.tied:
-        yield from ((first, name) for name in others if name not in together.get(first, ()))
+def _compare_models(old: RankResumed, new: RankResumed) -> Iterator[tuple[str, Mismatch]]:
+    yield from ((name, _LEFT_IN_EVAL) for name in new.evaluating if name not in old.evaluating)
+    yield from ((name, _WOKEN) for name in old.kept if name not in new.resting)
+    for name, due in old.dropouts.items():
+        if (fraction := new.dropouts.get(name, due)) != due:
+            yield name, Mismatch(f"is {fraction:g} after resuming", f"{due:g}, as uninterrupted", **_OTHER_DROPOUT)
+    thawed = Mismatch("trainable after loading", "frozen, as before saving", **_OTHERWISE_FROZEN)
+    yield from ((name, thawed) for name in old.frozen if name not in new.frozen)
+    froze = Mismatch("frozen after loading", "trainable, as before saving", **_OTHERWISE_FROZEN)
+    yield from ((name, froze) for name in new.frozen if name not in old.frozen)
+    together = {name: group for group in new.tied for name in group}
+    for first, *others in old.tied:
+        untied = Mismatch(
+            f"does not share storage with {first} after loading", "tied to it, as before saving", **_UNTIED
+        )
+        yield from ((name, untied) for name in others if name not in together.get(first, ()))
 
 
-_LEFT_IN_EVAL: Explanation = {
-    "cause": "resume() leaves the model in eval(), and train_step does not call train()",
-    "remedy": "call model.train() at the beginning of each step, or at the end of resume()",
-}
+_LEFT_IN_EVAL = Mismatch(
+    "trains in eval() after resuming",
+    "in train(), as uninterrupted",
+    "resume() leaves the model in eval(), and train_step does not call train()",
+    "call model.train() at the beginning of each step, or at the end of resume()",
+)
+_WOKEN = Mismatch(
+    "in train() after resuming",
+    "in eval(), as uninterrupted",
+    "resume() calls train() of the whole model, also of parts that the loader has put into eval()",
+    "put it back into eval() at the end of resume(), or let the model's own train() leave it out",
+)
 _OTHER_DROPOUT: Explanation = {
     "cause": "resume() sets the fraction of this dropout, or builds its module again with other settings",
     "remedy": "build it from the settings of the first run, and leave them as they are",
 }
-_WOKEN: Explanation = {
-    "cause": "resume() calls train() of the whole model, also of parts that the loader has put into eval()",
-    "remedy": "put it back into eval() at the end of resume(), or let the model's own train() leave it out",
-}
-_THAWED, _FROZEN = (
-    ("trainable after loading", "frozen, as before saving"),
-    ("frozen after loading", "trainable, as before saving"),
-)
 
 
 def _other_rates(view: View, before: Sequence[RankResumed], after: Sequence[RankResumed]) -> Iterator[Finding]:
@@ -440,17 +424,14 @@ _UNTIED: Explanation = {
 def _require_no_other_cause(view: View, what: str, message: str) -> None:
     before, after = view.evidence.continued or (), view.evidence.resumed or ()
     require_finite(view, before, "the losses of the uninterrupted run", message)
-    pairs = list(zip(before, after, strict=True))
-    models = ((saved.model, loaded.model) for saved, loaded in pairs)
     # ``untouched`` and the like do not say that a model differs.
-    model_differs = any((saved.tensors, saved.extra) != (loaded.tensors, loaded.extra) for saved, loaded in models)
-    if "dcp_round_trip" in view.selection and model_differs:
-        by = dict.fromkeys(("dcp_round_trip", *view.failed))
-        raise Blocked(f"the {what} differ ({message}), and so does the loaded model", by)
-    optimizer_differs = any((saved.state, saved.groups) != (loaded.state, loaded.groups) for saved, loaded in pairs)
-    if "optimizer_state_round_trip" in view.selection and optimizer_differs:
-        by = dict.fromkeys(("optimizer_state_round_trip", *view.failed))
-        raise Blocked(f"the {what} differ ({message}), and so does the loaded optimizer", by)
+    models = [[(run.model.tensors, run.model.extra) for run in runs] for runs in (before, after)]
+    optimizers = [[(run.state, run.groups) for run in runs] for runs in (before, after)]
+    loaded = (("dcp_round_trip", "model", models), ("optimizer_state_round_trip", "optimizer", optimizers))
+    for check_id, part, (saved, resumed) in loaded:
+        if check_id in view.selection and saved != resumed:
+            by = dict.fromkeys((check_id, *view.failed))
+            raise Blocked(f"the {what} differ ({message}), and so does the loaded {part}", by)
     if view.failed:
         raise Blocked(f"the {what} differ ({message})", view.failed)
 
