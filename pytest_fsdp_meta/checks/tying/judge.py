@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_fsdp_meta.evidence import RankInventory
 from pytest_fsdp_meta.judging.findings import Finding
@@ -35,14 +35,8 @@ def tied_weights_share_storage(view: View) -> Iterable[Finding]:
     groups = _groups(view)
     if not groups:
         raise NotJudged("no weights are tied, neither by Subject(tied=...) nor in the reference")
-    for group in groups:
-        if [name for name in group if not view.judgeable(name)]:
-            continue
-        apart = tuple(rank.rank for rank in view.evidence.inventory if _apart(rank, group))
-        if apart:
-            others = ", ".join(group[1:])
-            actual = f"does not share storage with {others}"
-            yield Finding(group[0], apart, actual, _tied_to(group), condemns=group)
+    for group, ranks, actual in _broken(view, groups, view.evidence.inventory):
+        yield Finding(group[0], ranks, actual, _tied_to(group), condemns=group)
 
 
 @tying_check(
@@ -70,21 +64,21 @@ def tied_weights_stay_tied(view: View) -> Iterable[Finding]:
             "no weights are tied, neither by Subject(tied=...) nor in the reference nor in the loaded model"
         )
     steps = max(len(run.losses) for run in view.evidence.training or ())
+    for group, ranks, actual in _broken(view, groups, after):
+        equal = len({after[ranks[0]].by_name[name].digest for name in group}) == 1
+        detail = "values are still equal" if equal else "values differ"
+        actual, expected = f"{actual} after {counted(steps, 'step')}", f"still {_tied_to(group)}"
+        yield Finding(group[0], ranks, actual, expected, detail, condemns=group)
+
+
+def _broken(
+    view: View, groups: Iterable[tuple[str, ...]], inventories: Sequence[RankInventory]
+) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], str]]:
+    """Yield each judgeable tie that is broken on some ranks, these ranks, and what is wrong there."""
     for group in groups:
-        if [name for name in group if not view.judgeable(name)]:
-            continue
-        apart = tuple(rank.rank for rank in after if _apart(rank, group))
-        if apart:
-            others = ", ".join(group[1:])
-            values = {after[rank].by_name[name].digest for rank in apart[:1] for name in group}
-            yield Finding(
-                group[0],
-                apart,
-                f"does not share storage with {others} after {counted(steps, 'step')}",
-                f"still {_tied_to(group)}",
-                "values differ" if len(values) > 1 else "values are still equal",
-                condemns=group,
-            )
+        ranks = tuple(rank.rank for rank in inventories if _apart(rank, group))
+        if all([*map(view.judgeable, group)]) and ranks:  # a list, so that all that are left out are recorded
+            yield group, ranks, f"does not share storage with {', '.join(group[1:])}"
 
 
 def _ties_known(view: View) -> bool:

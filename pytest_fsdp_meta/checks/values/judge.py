@@ -281,8 +281,10 @@ def _differences(
     found, subject = view.comparisons(comparisons, names), view.evidence.subject
     drawn = {name: found.get(name, []) for name in names if name in subject.drawn}
     for name, pairs in drawn.items():
-        infinite = list(_not_finite(name, pairs))
-        yield from infinite
+        infinite = tuple(rank for rank, c in pairs if c.measure is not None and not math.isfinite(c.measure.actual))
+        if infinite:  # finite values need not equal the reference's
+            actual = "values that are infinite or NaN"
+            yield Finding(name, infinite, actual, "finite: it is declared drawn", **_DRAWN_WRONG)
         if infinite or name not in subject.drawn_rows:
             found.pop(name, None)
     wrong = {name: [(rank, c) for rank, c in pairs if not c.equal] for name, pairs in found.items()}
@@ -312,13 +314,6 @@ def _differences(
             f"{first_of(not_compared)} could not be compared: torch cannot slice it (quantized, sparse, nested, or a "
             "tensor subclass)"
         )
-
-
-def _not_finite(name: str, pairs: Cases) -> Iterator[Finding]:
-    """Report the ranks that drew infinite or NaN values; finite ones need not equal the reference's."""
-    wrong = tuple(rank for rank, c in pairs if c.measure is not None and not math.isfinite(c.measure.actual))
-    if wrong:
-        yield Finding(name, wrong, "values that are infinite or NaN", "finite: it is declared drawn", **_DRAWN_WRONG)
 
 
 def _unusable(view: View, source: str) -> dict[str, str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from pytest_fsdp_meta.checks.training.judge.gradients import describe_error, excused_gradients
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
-from pytest_fsdp_meta.evidence import Accumulation, Comparison, RankTraining
+from pytest_fsdp_meta.evidence import Accumulation, RankTraining
 from pytest_fsdp_meta.judging.causes import by_label
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BEFORE_UPDATES, comparable_training, describe_difference, unless_explained
-from pytest_fsdp_meta.judging.limits import Limits, limits_of
+from pytest_fsdp_meta.judging.limits import limits_of
 from pytest_fsdp_meta.judging.multiples import multiple
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, NotJudged, PartlyJudged, Unjudgeable, View
@@ -109,19 +110,13 @@ def _wrong_gradients(
         if ranks := tuple(rank for rank in lost if name not in runs[rank].without_gradient):
             yield Finding(name, ranks, f"no gradient {when}", _MEAN, **if_lost, certain=True)
     for name in names:
-        yield from _wrong_sums(name, pairs.get(name, []), limits, when, if_wrong)
-
-
-def _wrong_sums(
-    name: str, pairs: list[tuple[int, Comparison]], limits: Limits, when: str, explanation: Explanation
-) -> Iterator[Finding]:
-    wrong = [(rank, comparison) for rank, comparison in pairs if limits.exceeded(rank, comparison)]
-    allowed = limits.relative_to(wrong)
-    for factor, cases in by_label(wrong, lambda measure: multiple(measure, allowed)).items():
-        ranks = tuple(rank for rank, _ in cases)
-        actual = f"gradient {factor} times as large" if factor else "different gradient"
-        expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)
-        yield Finding(name, ranks, f"{actual} {when}", expected, detail, **explanation)
+        wrong = [(rank, comparison) for rank, comparison in pairs.get(name, []) if limits.exceeded(rank, comparison)]
+        label = partial(multiple, allowed=limits.relative_to(wrong))
+        for factor, cases in by_label(wrong, label).items():
+            ranks = tuple(rank for rank, _ in cases)
+            actual = f"gradient {factor} times as large" if factor else "different gradient"
+            expected, detail = f"{_MEAN}, {limits.describe(cases)}", "" if factor else describe_error(limits, cases)
+            yield Finding(name, ranks, f"{actual} {when}", expected, detail, **if_wrong)
 
 
 _SHORT = "in a step with half of the rows"

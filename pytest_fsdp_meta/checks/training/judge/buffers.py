@@ -53,13 +53,16 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
     # Within the noise of the reference's, each rank may round them otherwise.
     apart: Collection[str] = _moved_otherwise(view, changed, LAST_BUFFERS) if trained else changed
     for name, kind, held in _replicated(view, changed):
-        odd: dict[int, int] = {}
+        odd: dict[int, int] = {}  # a rank outside of the majority -> the first rank of the majority
         for ranks in held:
             before = {view.evidence.inventory[rank].by_name[name].digest for rank in ranks}
             # Ranks that differ before the steps hold no replica, or replicas_equal reports them.
             if len(ranks) > 1 and len(before) == 1:
                 judged = True
-                odd |= _odd([(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name])
+                digests = [(rank, after[rank].by_name[name].digest) for rank in ranks if name in after[rank].by_name]
+                most = majority(digests)
+                first = next(rank for rank, digest in digests if digest == most)
+                odd |= {rank: first for rank, digest in digests if digest != most}
         if odd and (kind == "parameter" or name in apart):
             rank, usual = min(odd.items())
             actual = f"differs from its replicas after {count_steps(view)}"
@@ -93,13 +96,6 @@ _OWN_ROWS: Explanation = {
     "remedy": "reduce it over the data-parallel ranks (SyncBatchNorm for running statistics); or register it with "
     "persistent=False if it is each rank's own",
 }
-
-
-def _odd(digests: list[tuple[int, str | None]]) -> dict[int, int]:
-    """Map each rank outside the majority to the first rank of the majority."""
-    usual = majority(digests)
-    first = next(rank for rank, digest in digests if digest == usual)
-    return {rank: first for rank, digest in digests if digest != usual}
 
 
 _IN_EVALUATION: Explanation = {
