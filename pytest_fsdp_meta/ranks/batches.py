@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -253,10 +253,15 @@ def rows_of_step(subject: Subject, step: int, data_parallel: tuple[int, int], de
     return own_rows(global_batch(subject, step), step, data_parallel, device)
 
 
+def has_rows(value: object) -> TypeGuard[Tensor]:
+    """Return whether an entry of a batch is a tensor with at least one dim, the first of which are its rows."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
 def indivisible(batch: Mapping[str, Any], size: int) -> str:
     """Return which entry does not split into ``size`` equal slices; empty where every entry does."""
     for key, value in batch.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] % size:
+        if has_rows(value) and value.shape[0] % size:
             return f"{key!r} has {value.shape[0]} rows"
     return ""
 
@@ -275,7 +280,7 @@ def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
 
 def count_rows(rows: Mapping[str, Any]) -> int:
     """Return how many rows the tensors of this slice of a batch have; 0 if none has a dimension."""
-    return max((len(value) for value in rows.values() if isinstance(value, Tensor) and value.ndim), default=0)
+    return max((len(value) for value in rows.values() if has_rows(value)), default=0)
 
 
 def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:

@@ -27,7 +27,7 @@ from pytest_fsdp_meta.evidence import RankBatches
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import is_stateful, yields_batches
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
-from pytest_fsdp_meta.ranks.batches import batch_slice, calling, calling_field
+from pytest_fsdp_meta.ranks.batches import batch_slice, calling, calling_field, has_rows
 from pytest_fsdp_meta.ranks.bits import NOTICES, digest
 from pytest_fsdp_meta.ranks.generators import set_all
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
@@ -314,7 +314,7 @@ def digest_rows(batch: Any, number: int) -> tuple[str, ...]:
     if are_samples and len({frozenset(sample) for sample in batch}) == 1:  # the rows were not collated
         return tuple(_hash(_describe(sample)) for sample in batch)
     entries = dict(_entries(batch))
-    sizes = Counter(value.shape[0] for value in entries.values() if isinstance(value, Tensor) and value.ndim)
+    sizes = Counter(value.shape[0] for value in entries.values() if has_rows(value))
     if not sizes:
         raise SubjectError(
             "data",

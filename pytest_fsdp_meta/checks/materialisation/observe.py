@@ -97,7 +97,12 @@ def load(call: Call, watch: Collection[str] = ()) -> Loaded:
         watchers = (recorder, peak.meter if peak else None)
         with watching(*(watcher for watcher in watchers if watcher is not None), draws=draws):
             returned = call_loader(loader, values)
-            _require_process_group(rank)
+            # A group that the loader created itself may be gone: its model may not need it.
+            if rank.has_mesh and not dist.is_initialized():
+                raise Misuse(
+                    "the loader destroyed the process group (destroy_process_group), which the checks need; "
+                    "leave that to the plugin"
+                )
     doing("taking the inventory")
     restore_defaults()
     left = read_all(rank.device)
@@ -182,18 +187,6 @@ def call_loader(loader: Callable[..., Any], values: Mapping[str, Any]) -> Any:
                 'only if torch.distributed.is_initialized() is false, or set @fsdp_conformance(process_group="loader")'
             ) from error
         raise
-
-
-def _require_process_group(rank: Rank) -> None:
-    """Raise Misuse when the loader has destroyed the plugin's process group, the only one with a mesh.
-
-    A group that the loader created itself may be gone: its model may not need it.
-    """
-    if rank.has_mesh and not dist.is_initialized():
-        raise Misuse(
-            "the loader destroyed the process group (destroy_process_group), which the checks need; "
-            "leave that to the plugin"
-        )
 
 
 def judgeable_subject(returned: object) -> Subject:

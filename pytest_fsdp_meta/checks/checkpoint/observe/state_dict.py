@@ -287,7 +287,11 @@ def _put_together(
     for name in names:
         held = {rank: own.held[name] for rank, own in enumerate(exports) if name in own.held}
         exported = {rank: own.exported[name] for rank, own in enumerate(exports) if name in own.exported}
-        exported = _without_what_is_gathered_already(held, exported)
+        for rank, facts in exported.items():
+            mine = held.get(rank)
+            if facts.whole and (mine is None or (not mine.whole and mine.shape == facts.shape)):
+                exported = {rank: facts}  # gathered by hand: what other ranks have beside it is not published
+                break
         parts = {
             rank: Part(records[rank].read_whole(name), facts.shape, facts.regions, facts.flat)
             for rank, facts in exported.items()
@@ -298,20 +302,6 @@ def _put_together(
             continue
         whole, found = _join(held, parts)
         yield Assembled(name, compared, elements=whole.numel(), **found), whole
-
-
-def _without_what_is_gathered_already(
-    held: Mapping[int, PartFacts], exported: dict[int, PartFacts]
-) -> dict[int, PartFacts]:
-    """Return the export of the first rank that has the whole of what it holds in part: its author gathers by hand.
-
-    What the other ranks have beside it is not what is published.
-    """
-    for rank, facts in exported.items():
-        own = held.get(rank)
-        if facts.whole and (own is None or (not own.whole and own.shape == facts.shape)):
-            return {rank: facts}
-    return exported
 
 
 def _compared(rank: int, name: str, part: Part, reference: Record, declared: bool) -> ExportedPart:

@@ -41,7 +41,7 @@ from pytest_fsdp_meta.checks.simulation.observe.load import asks_for_a_value, ch
 from pytest_fsdp_meta.checks.simulation.observe.phases import PhaseMeter, leaves
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
-from pytest_fsdp_meta.ranks.batches import global_batch, loss_of
+from pytest_fsdp_meta.ranks.batches import global_batch, has_rows, loss_of
 from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors, unwrapped
 from pytest_fsdp_meta.ranks.joined_optimizer import computing_optimizer, parts_of_optimizer
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
@@ -134,7 +134,11 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
     replaced = materialise(model)
     for group in [] if built is None else built.param_groups:
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
-    batch = _own_rows(global_batch(subject, 0), shares, rows)
+    # As many rows as a rank gets; which ones does not matter without values. A view would hold them all.
+    batch = {
+        key: value[: rows.get(key) or max(1, len(value) // shares)].clone() if has_rows(value) else value
+        for key, value in global_batch(subject, 0).items()
+    }
     recorder = _StepRecorder(rank, model)
     meter = PhaseMeter([local_part(t) for t in (*model.parameters(), *model.buffers())], recorder.where)
     model.train()
@@ -169,7 +173,7 @@ def _step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, int]) ->
 
 
 def _assumptions(model: Module, batch: Mapping[str, Any], optimizer: Optimizer | None, recomputes: bool) -> Assumptions:
-    shapes = {key: tuple(value.shape) for key, value in batch.items() if _has_rows(value)}
+    shapes = {key: tuple(value.shape) for key, value in batch.items() if has_rows(value)}
     meshes = [mesh_facts(parameter) for parameter in model.parameters() if isinstance(parameter, DTensor)]
     described = dict.fromkeys(map(str, meshes))
     checkpointed = any(True for _ in checkpointed_modules(model))
@@ -270,18 +274,6 @@ def materialise(model: Module) -> dict[int, Parameter]:
     return {before: module.get_parameter(name) for before, ((module, name), *_) in tied.items()}
 
 
-def _own_rows(batch: Mapping[str, Any], shares: int, rows: Mapping[str, int]) -> dict[str, Any]:
-    """Return as many rows as a rank gets; which ones does not matter without values. A view would hold them all."""
-    return {
-        key: value[: rows.get(key) or max(1, len(value) // shares)].clone() if _has_rows(value) else value
-        for key, value in batch.items()
-    }
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
 class _StepRecorder:
     """A watcher that knows the phase and the module that run, and adds up what this rank sends for each module.
 
@@ -329,7 +321,10 @@ class _StepRecorder:
         module = named[-1] if named else self.running.name or (BACKWARD if is_in_backward() else "")
         counted = modules.setdefault(NUMBER.sub("*", module), Counter())
         counted["count"] += 1
-        counted["nbytes"] += _leaving(op, nbytes, ranks)
+        leaving = nbytes * (ranks - 1)  # of an input, with a ring
+        if not op.startswith("all_gather"):
+            leaving = (2 if op == "all_reduce" else 1) * (leaving // ranks)
+        counted["nbytes"] += leaving
 
     def after(self, func: Any, args: Sequence[Any], out: Any) -> None: ...
 
@@ -347,14 +342,6 @@ class _StepRecorder:
         self._spans.append((found["what"], clean_name(found["module"] or "")) if found else ("", ""))
         if self._spans[-1][0] == BEGINNING:
             self._last = self._spans[-1][1]
-
-
-def _leaving(op: str, nbytes: int, ranks: int) -> int:
-    """Return how many bytes of an input leave the rank with a ring."""
-    if op.startswith("all_gather"):
-        return nbytes * (ranks - 1)
-    share = nbytes * (ranks - 1) // ranks
-    return 2 * share if op == "all_reduce" else share
 
 
 def _dims_by_group(rank: Rank, model: Module) -> Iterator[tuple[str, tuple[str, ...]]]:

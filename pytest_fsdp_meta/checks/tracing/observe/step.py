@@ -33,6 +33,7 @@ from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import (
     batch_slice,
+    has_rows,
     loss_of,
     model_splits,
     rows_of_step,
@@ -132,8 +133,7 @@ def observe_objective(trained: Collection[str], folder: str) -> Objective:
     rank = current()
     subject, (author, samples, modes) = loaded_subject(rank), rank.state[FIRST_BACKWARD]
     rows = rows_of_step(subject, 0, batch_slice(subject, rank), rank.device)
-    sliced = {key for key, value in rows.items() if isinstance(value, Tensor) and value.ndim}
-    piece = {key: value[slice(*author.pieces[0])] if key in sliced else value for key, value in rows.items()}
+    piece = {key: value[slice(*author.pieces[0])] if has_rows(value) else value for key, value in rows.items()}
     watch = BackwardWatch(subject.model, piece)
     doing("running Subject(loss=...) on rows of the first step")
     now = [(module, module.training) for module, _ in modes]

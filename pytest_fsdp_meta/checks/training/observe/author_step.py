@@ -25,6 +25,7 @@ from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinit
 from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, last_beside, last_optimizer, rates_of
 from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
+from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
@@ -254,8 +255,7 @@ def observe_not_finite() -> StepNotFinite:
     if not on_any_rank(any(step.moved for step in made)):
         changed = tuple(dict.fromkeys(name for step in made for name in step.changed))
         _step_not_finite(subject, rank, rows, spoiling=False)
-        tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
-        return replace(found, changed=changed, kept=tuple(t.name for t in tensors if t.requires_grad and t.nan))
+        return replace(found, changed=changed, kept=tuple(t.name for t in _trainable(subject, rank) if t.nan))
     if not on_any_rank(any(step.nan for step in made)):
         every = _step_not_finite(subject, rank, rows, spoiling=True)
         return replace(found, replaced=every is not None and every.moved and not every.nan)
@@ -265,7 +265,7 @@ def observe_not_finite() -> StepNotFinite:
 def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> _NotFinite | None:
     """Run a step, ``spoiling`` what the model returns; return None if it calls no model, or that returns no numbers."""
     doing("a step that is not finite")
-    before, called = _digests(subject, rank), False
+    before, called = {t.name: t.digest for t in _trainable(subject, rank)}, False
     optimizer = last_optimizer(subject, rank)
     assert optimizer is not None, "something is trainable"
 
@@ -287,7 +287,7 @@ def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoilin
     reshard(subject.model)
     if not called:
         return None
-    tensors = [t for t in take_inventory(subject.model, rank.rank, str(rank.device)).tensors if t.requires_grad]
+    tensors = _trainable(subject, rank)
     plain = [local_part(v) for v in _states(optimizer) if isinstance(v, Tensor) and v.dtype in COMPUTED]
     spoiled = any(type(own) is Tensor and bool(own.isnan().any()) for own in plain)  # subclasses may lack operators
     changed = tuple(name for name, own in after.items() if own != held.get(name))
@@ -306,9 +306,8 @@ def _states(optimizer: Optimizer) -> list[Any]:
     return [value for part in parts_of_optimizer(optimizer) for own in part.state.values() for value in own.values()]
 
 
-def _digests(subject: Subject, rank: Rank) -> Mapping[str, str | None]:
-    tensors = take_inventory(subject.model, rank.rank, str(rank.device)).tensors
-    return {tensor.name: tensor.digest for tensor in tensors if tensor.requires_grad}
+def _trainable(subject: Subject, rank: Rank) -> list[TensorFacts]:
+    return [t for t in take_inventory(subject.model, rank.rank, str(rank.device)).tensors if t.requires_grad]
 
 
 def _with_nan(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.nn import Module
 from pytest_fsdp_meta.checks.training.facts import FirstBackward
 from pytest_fsdp_meta.checks.values.observe import comparable, length
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
+from pytest_fsdp_meta.ranks.batches import has_rows
 from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -74,7 +75,7 @@ class BackwardWatch:
     def observed(self) -> FirstBackward:
         """Return what was seen: the pieces only if the rows of each forward are known, and each has a backward."""
         pieces = [piece for piece in self._pieces if piece is not None]
-        rows = {len(value) for value in self._rows.values() if isinstance(value, Tensor) and value.ndim}
+        rows = {len(value) for value in self._rows.values() if has_rows(value)}
         known = len(rows) == 1 and len(pieces) == len(self._pieces) == len(self._values)
         return FirstBackward(tuple(pieces) if known else (), tuple(self._values), tuple(self._norms))
 

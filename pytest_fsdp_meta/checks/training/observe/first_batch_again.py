@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -33,7 +32,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import megatron_fsdp
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import global_batch, indivisible, loss_of, own_rows, rows_of_step
+from pytest_fsdp_meta.ranks.batches import global_batch, has_rows, indivisible, loss_of, own_rows, rows_of_step
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, stepped_tensors, steps_after
@@ -278,7 +277,11 @@ def accumulate(
     with comparable_modes(model):
         batch = global_batch(subject, 0)
         for number, slices in enumerate(rounds):
-            rows = _join([own_rows(batch, 0, piece, device) for piece in slices])
+            first, *others = [own_rows(batch, 0, piece, device) for piece in slices]
+            rows = {  # entries without rows are the same in all slices
+                key: torch.cat([value, *(own[key] for own in others)]) if has_rows(value) else value
+                for key, value in first.items()
+            }
             seed_all(SEED)
             doing(f"accumulating gradients, micro-batch {number + 1} of {len(rounds)}")
             last = number == len(rounds) - 1
@@ -303,13 +306,6 @@ def finish_gradients(optimizer: Optimizer) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
-
-
-def _join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return slices of one batch as one; entries without rows are the same in all."""
-    first = slices[0]
-    rows = {key for key, value in first.items() if isinstance(value, Tensor) and value.ndim}
-    return {key: torch.cat([own[key] for own in slices]) if key in rows else first[key] for key in first}
 
 
 @contextmanager
@@ -350,11 +346,7 @@ def _already_reduced(model: Module) -> Iterator[str]:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     for name, _, tensor in named_tensors(model):
-        if isinstance(tensor, DTensor) and tensor.grad is not None and _sharded_over_data(tensor):
-            yield name
-
-
-def _sharded_over_data(tensor: DTensor) -> bool:
-    """Whether a mesh dimension that splits the batch shards the tensor, so that its gradient must be reduced."""
-    dims = mesh_facts(tensor).dims
-    return any(p.is_shard() and not splits_model(dim) for p, dim in zip(tensor.placements, dims, strict=True))
+        if isinstance(tensor, DTensor) and tensor.grad is not None:
+            dims = zip(tensor.placements, mesh_facts(tensor).dims, strict=True)
+            if any(p.is_shard() and not splits_model(dim) for p, dim in dims):  # so the gradient must be reduced
+                yield name

@@ -45,7 +45,10 @@ class WeightWatch:
 
     def loss_of(self, subject: Subject, rows: dict[str, Any]) -> Tensor:
         """Return the loss of the next step's rows as ``batches.loss_of`` does, and watch its forward."""
-        begin = _next_sequence_number()
+        with torch.enable_grad():
+            node = torch.zeros(1, requires_grad=True).view(1).grad_fn
+        assert node is not None
+        begin = sequence_number(node) + 1
         with self.next_step():
             loss = loss_of(subject, rows)
         if self._step == 1 and loss.grad_fn is not None:
@@ -119,13 +122,6 @@ def _as_gathered(shard: Tensor) -> Iterator[Tensor]:
 
 def _is_comparable(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.dtype in COMPUTED and not tensor.is_meta
-
-
-def _next_sequence_number() -> int:
-    with torch.enable_grad():
-        node = torch.zeros(1, requires_grad=True).view(1).grad_fn
-    assert node is not None
-    return sequence_number(node) + 1
 
 
 def _copied_leaves(loss: Node, begin: int) -> Iterator[Tensor]:

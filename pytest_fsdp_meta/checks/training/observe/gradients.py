@@ -216,19 +216,17 @@ def _clip_reference(model: Module, clip: ClipGradNorm, torch_norm: float, record
             break
     else:
         return OwnClipping(norm)
-    if halving == 1 and abs(norm - torch_norm) <= ALIKE * torch_norm and _are_halves(clipped, dict(whole)):
-        return None
+    if halving == 1 and abs(norm - torch_norm) <= ALIKE * torch_norm:
+        before = dict(whole)
+        halves = [measure(comparable(gradient), comparable(before[name]) / 2) for name, gradient in clipped]
+        if all(half.apart <= ALIKE * half.truth for half in halves):
+            return None
     write_record(record, clipped)
     return OwnClipping(norm, bound)
 
 
 def _length(gradients: Iterable[tuple[str, Tensor]]) -> float:
     return math.hypot(*(float(gradient.double().norm()) for _, gradient in gradients))
-
-
-def _are_halves(clipped: Iterable[tuple[str, Tensor]], whole: Mapping[str, Tensor]) -> bool:
-    measures = (measure(comparable(gradient), comparable(whole[name]) / 2) for name, gradient in clipped)
-    return all(found.apart <= ALIKE * found.truth for found in measures)
 
 
 def clip_on_rank(

@@ -214,25 +214,22 @@ class _NoisySteps(StepObserver):
         for name, tensor in snapshot.kind.of(self.model):
             if name in reference:
                 whole = reference.read_whole(name)
-                apart = _distance(local_part(tensor).cpu(), whole)
+                own, theirs = (comparable(one).double() for one in (local_part(tensor).cpu(), whole))
+                apart = (own - theirs).abs()
+                if whole.is_complex():
+                    apart = apart.norm(dim=-1)
+                # At least the usual distance: in another run other elements are spared.
+                apart = apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1))).float()
                 moved[name] = torch.maximum(moved[name], apart) if name in moved else apart
                 before = self.records["values"].read_whole(name) if snapshot.kind.values else torch.zeros_like(whole)
-                factors[name] = max(factors.get(name, 0.0), _factor(local_part(tensor).cpu(), whole, before))
+                factors[name] = max(factors.get(name, 0.0), _factor(own, theirs, comparable(before).double()))
 
 
 def _factor(tensor: Tensor, whole: Tensor, before: Tensor) -> float:
     """Return how much longer or shorter than ``whole`` the tensor is along its direction, both seen from ``before``."""
-    ours, theirs = (comparable(t).double() - comparable(before).double() for t in (tensor, whole))
+    ours, theirs = tensor - before, whole - before
     length = float(theirs.square().sum())
     return abs(float((ours * theirs).sum()) / length - 1) if length else math.inf
-
-
-def _distance(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Return the distance of each element, and at least the usual one: in another run other elements are spared."""
-    apart = (comparable(tensor).double() - comparable(whole).double()).abs()
-    if tensor.is_complex():
-        apart = apart.norm(dim=-1)
-    return apart.clamp_min(float(apart.norm()) / math.sqrt(max(apart.numel(), 1))).float()
 
 
 def coarsest_unit(dtypes: Collection[str]) -> float:
