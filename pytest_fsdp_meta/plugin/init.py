@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +130,8 @@ def _write(config: pytest.Config, name: str) -> list[str]:
     function = find_function(name)[1]
     parameters = _require_loader(function, name)
     last = re.sub(r"[^0-9a-zA-Z_]", "_", re.split(r"[:.]", name)[-1]).strip("_")
-    path = _folder(config, here) / f"test_{last or 'loader'}.py"
+    folders = (*(config.rootpath / one for one in config.getini("testpaths")), *(here / one for one in FOLDERS))
+    path = next(filter(Path.is_dir, folders), here) / f"test_{last or 'loader'}.py"
     shown = (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
     if path.exists():
         raise ValueError(f"{shown} exists and is not overwritten; run or rename that file")
@@ -157,11 +158,6 @@ def _require_loader(function: Any, name: str) -> list[inspect.Parameter]:
     return parameters
 
 
-def _folder(config: pytest.Config, here: Path) -> Path:
-    named = [config.rootpath / name for name in config.getini("testpaths")]
-    return next((path for path in (*named, *(here / name for name in FOLDERS)) if path.is_dir()), here)
-
-
 def _describe(text: str, shown: str) -> list[str]:
     """Return the lines that say what is left to do, with lines of the file."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
@@ -182,28 +178,28 @@ def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], te
         imports[0] = f"from {module} import (\n    {imported},\n)"
     group = f'Write @fsdp_conformance(process_group="loader") if {attribute} calls init_process_group itself; '
     group = "\n".join(_comment(f"{group}fsdp.mesh does not exist then.", 0))
+    docs = _documented_fields()
     if inspect.isclass(function):
         lines = _call(attribute, parameters, 8)
         call = "\n".join([f"{loader}(", *lines, "    )"]) if lines else f"{loader}()"
-        required, fields = "\n".join(_required(attribute, '"{}": ')), "\n".join(_trainer_fields(function))
+        required, fields = "\n".join(_required(attribute, '"{}": ', docs)), "\n".join(_trainer_fields(function))
         body = TRAINER.format(group=group, test=test, loader=loader, required=required, call=call, fields=fields)
     else:
-        fields = "\n".join([*_required(attribute, "{}="), *_fields(attribute, loader, parameters)])
+        fields = "\n".join([*_required(attribute, "{}=", docs), *_fields(attribute, loader, parameters, docs)])
         body = TEST.format(group=group, test=test, fields=fields)
     imports += ["from pytest_fsdp_meta import Subject, fsdp_conformance", "import ast", "from pathlib import Path"]
     doc = f"Check what {name} loads.\n\nReplace each todo(...) by what it says; the test fails until then.\n"
     return f'"""{doc}"""\n\n{_sort_imports(imports, here)}\n\n{TODO}\n{body}'
 
 
-def _required(attribute: str, start: str) -> list[str]:
-    docs, what = _documented_fields(), {field: text.format(loader=attribute) for field, text in REQUIRED.items()}
-    fields = ([*_comment(docs[one], 8), *_todo(start.format(one), f"{one}: {what[one]}", 8)] for one in REQUIRED)
-    return [line for lines in fields for line in lines]
+def _required(attribute: str, start: str, docs: Mapping[str, str]) -> Iterator[str]:
+    for field, text in REQUIRED.items():
+        yield from _comment(docs[field], 8)
+        yield from _todo(start.format(field), f"{field}: {text.format(loader=attribute)}", 8)
 
 
-def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter]) -> list[str]:
+def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter], docs: Mapping[str, str]) -> list[str]:
     """Return the last arguments of Subject: the call of the loader, and in comments what else it takes."""
-    docs = _documented_fields()
     lines = _comment(
         f"Last, so that {attribute} is called only when no todo is left. If it returns a tuple, unpack it before.", 8
     )

@@ -163,7 +163,12 @@ class Devices:
                     raise PermissionError(errno.EPERM, "it belongs to another user")
             except OSError as error:
                 raise sharing_error(folder, error) from error
-            _end_with_controller()
+            # End at once if the controller ends: xdist interrupts a worker five seconds later. Under nohup SIGINT is
+            # ignored, so it needs its default handler.
+            on_main = threading.current_thread() is threading.main_thread()
+            if on_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            processes.die_with_parent(signal.SIGINT)
             self._folder = folder
         return self._folder
 
@@ -171,14 +176,6 @@ class Devices:
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _end_with_controller() -> None:
-    """End this worker at once if the controller ends: xdist interrupts it five seconds later."""
-    # Under nohup SIGINT is ignored, so it needs its default handler.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    processes.die_with_parent(signal.SIGINT)
 
 
 def _name_without_parameters(item: pytest.Item) -> str:

@@ -31,7 +31,8 @@ def digest(tensor: Tensor) -> str:
     """
     if tensor.is_quantized:
         raise TypeError(f"{tensor.dtype} cannot be read as bytes")
-    data = _bytes(tensor)
+    data = tensor.detach().contiguous()
+    data = (torch.view_as_real(data) if data.is_complex() else data).view(-1).view(torch.uint8)
     words = data[: data.numel() // 8 * 8]
     if words.storage_offset() % 8:
         words = words.clone()  # a view of 8-byte elements must begin at a multiple of 8 bytes
@@ -44,11 +45,6 @@ def digest(tensor: Tensor) -> str:
     rest = bytes(data[words.numel() :].tolist())
     hashed = hashlib.sha256(f"{data.numel()} {sums.tolist()} ".encode() + rest, usedforsecurity=False)
     return hashed.hexdigest()[:32]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    data = tensor.detach().contiguous()
-    return (torch.view_as_real(data) if data.is_complex() else data).view(-1).view(torch.uint8)
 
 
 @lru_cache(maxsize=4)

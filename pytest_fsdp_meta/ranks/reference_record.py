@@ -111,6 +111,8 @@ def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor],
 
     There is none without arrays: safetensors 0.4.3 cannot read the file that it writes then.
     """
+    import torch
+
     from pytest_fsdp_meta.ranks.adapters.dtensor import plain
 
     stored: dict[str, Tensor] = {}
@@ -130,7 +132,8 @@ def _for_file(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor],
             stored[name] = data.resolve_conj().resolve_neg().cpu().contiguous()
             dtype = str(data.dtype).removeprefix("torch.")
             if dtype in RECENT or dtype not in DTYPES.values():
-                as_bytes[name], stored[name] = dtype, _bytes(stored[name])
+                # The bytes of each element are one more dim, so that all other dims are sliced as before.
+                as_bytes[name], stored[name] = dtype, stored[name].unsqueeze(-1).view(torch.uint8)
     return stored, {ALIASES: json.dumps(aliases), AS_BYTES: json.dumps(as_bytes)} if stored else None
 
 
@@ -139,13 +142,6 @@ def is_array(tensor: Tensor) -> bool:
     import torch
 
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-def _bytes(data: Tensor) -> Tensor:
-    """Return the bytes of each element in one more dim, so that all other dims are sliced as before."""
-    import torch
-
-    return data.unsqueeze(-1).view(torch.uint8)
 
 
 class Record:

@@ -143,8 +143,12 @@ def compare(
     def add(kind: str, lines: Iterable[Change | str]) -> None:
         changes.setdefault(kind, []).extend(lines)
 
-    for change in _pair_checks(old, new):
-        add(_classify(change), [change])
+    for name, record in new.items():
+        checks = {check.check: check for check in record.checks}
+        earlier = {check.check: check for check in old[name].checks} if name in old else {}
+        for check in dict.fromkeys((*checks, *earlier)):
+            change = Change(name, check, earlier.get(check), checks.get(check))
+            add(_classify(change), [change])
     ids, ids_now = ({check.check: None for check in report.header.catalogue} for report in (before, now))
     add("added", (name for name in new if name not in old))
     add("added", (id_ for id_ in ids_now if id_ not in ids))
@@ -166,14 +170,6 @@ def _by_name(report: Report, repeated: frozenset[str]) -> dict[str, LoaderRecord
             name += " again"
         named[name] = record
     return named
-
-
-def _pair_checks(old: Mapping[str, LoaderRecord], new: Mapping[str, LoaderRecord]) -> Iterator[Change]:
-    for name, record in new.items():
-        now = {check.check: check for check in record.checks}
-        before = {check.check: check for check in old[name].checks} if name in old else {}
-        for check in dict.fromkeys((*now, *before)):
-            yield Change(name, check, before.get(check), now.get(check))
 
 
 def _classify(change: Change) -> str:

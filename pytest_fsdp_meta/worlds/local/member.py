@@ -137,7 +137,7 @@ class LocalMember:
     def stack(self, deadline: float) -> str:
         """Return the stack that the signal handler dumps, even inside C code, once the file has stopped growing."""
         before = 0
-        while (size := _size(self.stacks)) != before or not size:
+        while (size := self.stacks.stat().st_size if self.stacks.exists() else 0) != before or not size:
             if time.monotonic() > deadline:
                 break
             before = size
@@ -145,7 +145,3 @@ class LocalMember:
         known = {"T": ": it is stopped", "D": ": it waits inside the kernel", "Z": ": it has ended"}
         why = known.get("".join(processes.stat(self.pid)[:1]), "")
         return tracebacks.user_stack(OutputTail.read(self.stacks).since()) or f"  (it did not react{why})"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -141,7 +141,7 @@ def join(channel: Channel, spec: WorldSpec, place: Location, folder: Path) -> Ra
         return me
     dist.init_process_group(
         COMPOSITE.get((spec.device_type, spec.backend), spec.backend),
-        store=_connect(me, address, port, file),
+        store=dist.FileStore(file, spec.size) if file else me._store or dist.TCPStore(address, port, is_master=False),
         rank=place.rank,
         world_size=spec.size,
         # Later than the parent's own deadline: the parent shows the stacks of all ranks, torch only an error.
@@ -196,14 +196,6 @@ def _serve(me: Rank, address: str, port: int, listener: socket.socket) -> None:
     import torch.distributed as dist
 
     me._store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _connect(me: Rank, address: str, port: int, file: str) -> object:
-    import torch.distributed as dist
-
-    if file:
-        return dist.FileStore(file, me.world_size)
-    return me._store or dist.TCPStore(address, port, is_master=False)
 
 
 def seed(device_type: str) -> None:
