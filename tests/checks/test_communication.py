@@ -156,9 +156,6 @@ def test_what_groups_explain_passes(evidence):
     assert verdict(BUDGET, evidence).status == "passed"
 
 
-REDUCE = collective("all_reduce", by_fsdp=True)
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "policy", "noted"),
     [
@@ -240,13 +237,6 @@ def test_nothing_to_judge(check, evidence, reason):
 )
 def test_an_unsharded_parameter_that_is_used_locally_passes(evidence):
     assert verdict(UNSHARDED, evidence).status == "passed"
-
-
-def test_an_unsharded_parameter_that_is_communicated():
-    evidence = whole(*[collective("broadcast", MIDDLE, shape=(6, 4))] * 2)
-    assert [(f.tensor, f.ranks) for f in verdict(UNSHARDED, evidence).findings] == [(MIDDLE, (0, 1))]
-    one = replace(evidence, collectives=(whole().collectives[0], evidence.collectives[1]))
-    assert [finding.ranks for finding in verdict(UNSHARDED, one).findings] == [(1,)]
 
 
 def test_a_sharded_parameter_is_reported_by_another_check():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -73,13 +72,6 @@ def exported_otherwise():
 def test_what_is_drawn_may_differ(check, name, evidence):
     assert verdict(check, evidence).status == "failed"
     assert verdict(check, declare(evidence, drawn=(name,))).status == "passed"
-
-
-def test_drawn_values_have_to_be_finite():
-    for value in (math.inf, math.nan):
-        infinite = differ(healthy(), MIDDLE, [1], measure=replace(measured(12), actual=value))
-        found = verdict(VALUES, declare(infinite, drawn=(MIDDLE,)))
-        assert [(finding.tensor, finding.ranks) for finding in found.findings] == [(MIDDLE, (1,))]
 
 
 @pytest.mark.parametrize(

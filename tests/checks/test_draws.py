@@ -29,7 +29,6 @@ from tests.checks.evidence_factory import (
 )
 
 ID = "drawn_weights_are_one_draw"
-HSDP = {"dp_replicate": 2, "dp_shard": 2}
 SAME = ("the same numbers in different parts", "other numbers in each part", "")
 
 
@@ -50,22 +49,6 @@ def on_columns(world: int = 2) -> Evidence:
     """MIDDLE with 64 x 32 elements, sharded in columns."""
     evidence = place(healthy(world), MIDDLE, {"dp_shard": world}, "S(1)", shape=(64, 32))
     return drew(evidence, MIDDLE)
-
-
-EIGHT = {MIDDLE: (8, 4)}
-
-
-@pytest.mark.parametrize(
-    ("evidence", "ranks"),
-    [
-        (drew(healthy(), MIDDLE), (0, 1)),
-        (drew(healthy(4, parameters=EIGHT), MIDDLE), (1, 3)),
-        (drew(healthy(mesh=HSDP, parameters=EIGHT), MIDDLE), (0, 1, 2, 3)),
-    ],
-)
-def test_parts_drawn_from_one_seed_are_a_finding(evidence, ranks):
-    assert (verdict(ID, evidence).status, verdict(ID, evidence).findings) == ("passed", ())
-    assert findings_of(verdict(ID, one_seed(evidence, ranks=ranks))) == [(MIDDLE, ranks, *SAME)]
 
 
 def test_parts_of_different_sizes_are_compared_by_their_first_elements():
@@ -181,10 +164,6 @@ def test_dtensor_draws_are_judged_on_gpus():
 def with_spread(factor: float) -> Evidence:
     evidence = redraw(on_columns(), MIDDLE, [0], own=spread("first half", factor))
     return redraw(evidence, MIDDLE, [1], own=spread("second half", factor))
-
-
-def test_the_spread_of_a_shards_fan_is_a_finding():
-    assert [(f.tensor, f.ranks) for f in verdict(ID, with_spread(2**0.5)).findings] == [(MIDDLE, (0, 1))]
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.5, 0.9, 1.0, 1.25, 1.7, 2.5])

@@ -28,7 +28,7 @@ from tests.checks.evidence_factory import (
     with_reference,
 )
 
-PARAMS, BUFFERS, WRITTEN = "no_meta_params", "no_meta_buffers", "no_uninitialized_memory"
+PARAMS, WRITTEN = "no_meta_params", "no_uninitialized_memory"
 PARAM_HOME, BUFFER_HOME = "params_on_rank_device", "buffers_on_rank_device"
 META = {"device": "meta", "storage": None, "digest": None}
 
@@ -44,20 +44,6 @@ def gpus(world: int = 4):
         healthy(world), None, lambda rank: tuple(replace(t, device=f"cuda:{rank.rank}") for t in rank.tensors)
     )
     return replace(evidence, inventory=tuple(replace(r, device=f"cuda:{r.rank}") for r in evidence.inventory))
-
-
-@pytest.mark.parametrize(("check", "name"), [(PARAMS, MIDDLE), (BUFFERS, ROTARY)])
-@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2,), (0, 3)])
-def test_on_meta(check, name, ranks):
-    found = verdict(check, change(healthy(4), name, ranks, **META))
-    assert found.status == "failed"
-    assert findings_of(found) == [(name, ranks, "on meta", "materialised", "")]
-
-
-def test_each_kind_of_tensor_on_meta_is_judged_by_one_check():
-    evidence = change(change(healthy(), MIDDLE, **META), ROTARY, **META)
-    (parameter,), (buffer,) = verdict(PARAMS, evidence).findings, verdict(BUFFERS, evidence).findings
-    assert (parameter.tensor, buffer.tensor) == (MIDDLE, ROTARY)
 
 
 @pytest.mark.parametrize("check", [PARAMS, PARAM_HOME])
@@ -191,13 +177,6 @@ def test_managed_parameters_that_are_registered():
     assert verdict(MANAGED, change(managed(healthy()), MIDDLE, managed=None)).status == "passed"
     found = verdict(MANAGED, healthy())
     assert (found.status, found.reason) == ("skipped", "fully_shard() manages no parameter of the model")
-
-
-@pytest.mark.parametrize("ranks", [None, [1]])
-def test_a_parameter_that_fsdp_does_not_manage(ranks):
-    evidence = change(managed(healthy()), MIDDLE, ranks, managed=False)
-    found = verdict(MANAGED, evidence)
-    assert [(f.tensor, f.ranks) for f in found.findings] == [(MIDDLE, tuple(ranks or (0, 1)))]
 
 
 def test_a_shard_in_place_of_a_managed_parameter_has_another_shape():

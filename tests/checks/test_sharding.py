@@ -263,14 +263,6 @@ def test_declared_unsharded_is_whole_plain_or_replicated(placements):
     assert [verdict(id, evidence).status for id in (PLACEMENTS, LEFT, STAYS)] == ["passed"] * 3
 
 
-def test_declared_unsharded_that_is_sharded():
-    evidence = declare(healthy(), unsharded=(MIDDLE,))
-    found = verdict(STAYS, evidence)
-    assert [(f.tensor, f.ranks) for f in found.findings] == [(MIDDLE, (0, 1))]
-    assert verdict(PLACEMENTS, evidence).unjudged == {STAYS: (MIDDLE,)}
-    assert verdict(LEFT, evidence).status == "passed"
-
-
 def test_a_partial_tensor_is_not_whole_but_a_shard_of_one_is():
     evidence = declare(place(healthy(), MIDDLE, {"dp_shard": 2}, "P(sum)"), unsharded=(MIDDLE,))
     assert [finding.actual for finding in verdict(STAYS, evidence).findings] == ["P(sum) on mesh dp_shard=2"]

@@ -55,12 +55,6 @@ def test_one_storage_or_one_object_is_a_tie():
     assert verdict(TIED, change(healthy(), FROZEN, device="meta")).status == "passed"
 
 
-@pytest.mark.parametrize("ranks", [(0,), (0, 1, 2, 3), (2,), (1, 3)])
-def test_a_weight_with_two_storages(ranks):
-    found = verdict(TIED, change(healthy(4), HEAD, ranks, **UNTIED))
-    assert findings_of(found) == [(EMBEDDING, ranks, "does not share storage with head.weight", "tied to it", "")]
-
-
 def test_three_names_for_one_weight():
     evidence = add(healthy(), parameter("third.weight", storage=f"memory of {EMBEDDING}", identity=1))
     evidence = declare(change(evidence, HEAD, [1], **UNTIED), tied=((EMBEDDING, HEAD, "third.weight"),))

@@ -98,13 +98,7 @@ def measured(evidence, name, rank, actual, reference, apart=1.0, **facts):
     return differ(evidence, name, [rank], measure=measure, **{"differing": 12, **facts})
 
 
-def test_two_swapped_tensors_are_recognised():
-    evidence = healthy(1)
-    for name, actual, reference in ((MIDDLE, 5.0, 7.0), (EMBEDDING, 7.0, 5.0)):
-        evidence = measured(evidence, name, 0, actual, reference, elements=12)
-    found = verdict(PARAMS, evidence).findings
-    assert [f.cause.startswith("it holds the values of") for f in found] == [True, True]
-    # Tensors that are wrong on different ranks were not swapped.
+def test_tensors_that_are_wrong_on_different_ranks_were_not_swapped():
     evidence = measured(healthy(2), MIDDLE, 0, 5.0, 7.0, elements=12)
     evidence = measured(evidence, EMBEDDING, 1, 7.0, 5.0, elements=12)
     assert not [f for f in verdict(PARAMS, evidence).findings if f.cause.startswith("it holds the values of")]
