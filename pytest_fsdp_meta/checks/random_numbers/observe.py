@@ -162,7 +162,8 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[misc]
 def watching_draws(model: Module, device: torch.device, only_training: bool = False) -> Iterator[DrawWatch]:
     """Watch the draws of the block, with the modules of the model that they run in."""
     watch = DrawWatch(model, device, only_training)
-    with watch.running.watching(), watch:
+    # With fullgraph=True, compiled code refuses modes, instead of running eagerly by itself.
+    with watch.running.watching(), torch.compiler.set_stance("force_eager"), watch:
         yield watch
 
 

@@ -95,6 +95,7 @@ def simulate_step(subject: Subject, rank: Rank, shares: int, rows: Mapping[str, 
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             GroupedProductsOfAnyDtype(),
+            torch.compiler.set_stance("force_eager"),  # with fullgraph=True, compiled code refuses modes
             rearranging_shapes_only(),
             _unlogged(),
         ):
