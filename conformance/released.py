@@ -1,8 +1,8 @@
 """Write the tables of results/released.md from the reports of ``make wild``.
 
 ``python -m conformance.released FOLDER`` reads FOLDER/SYSTEM/report.json for each system that has a recipe in
-examples/frameworks. The tables have what was judged, not what was expected: new findings are in them as well.
-What was found is added to the history, as is what ``make field`` finds.
+examples/frameworks; a system without a report keeps its row. The tables have what was judged, not what was expected:
+new findings are in them as well. What was found is added to the history, as is what ``make field`` finds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PACKAGES = {
     "trainer": "transformers",
 }
 """The package that a system judges, where it has another name."""
+LINE = re.compile(r"^\| \[[^\]]*\]\(frameworks/(\w+)\.md\) .*\|$", re.MULTILINE)
+"""A system's line in the table of what was judged."""
 CHECKED = ("passed", "differs", "partly checked", "failed", "xfailed", "xpassed", "error")
 
 
@@ -116,10 +118,18 @@ def pinned(package: str, system: str) -> str:
     return version[1]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], page: str) -> str:
+    """Return a line for each system: that of its row, or else the one that the page has. Raises ValueError without."""
     head = ["release", "judged on", "loaders", "checks", "skipped", "findings of", "seconds", "lines of the recipe"]
-    lines = [head, ["---"] * len(head), *(row.cells() for row in rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    lines = {found[1]: found[0] for found in LINE.finditer(page)}
+    lines |= {row.system: _line(row.cells()) for row in rows}
+    if unknown := [system for system in systems() if system not in lines]:
+        raise ValueError(f"{unknown[0]} was never judged: run make wild")
+    return "\n".join([_line(head), _line(["---"] * len(head)), *(lines[system] for system in systems())]) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def replace_table(page: str, written: str, mark: str = BEGIN) -> str:
@@ -152,16 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m conformance.released", description=__doc__)
     parser.add_argument("folder", type=Path, help="has a folder with the report of each system")
     folder = parser.parse_args().folder
-    rows = []
-    for system in systems():
-        file = folder / system / "report.json"
-        if not file.is_file():
-            parser.error(f"{file} does not exist: run make wild")
-        try:
-            rows.append(read_row(system, json.loads(file.read_text("utf-8"))))
-        except ValueError as error:
-            parser.error(str(error))
-    PAGE.write_text(replace_table(PAGE.read_text("utf-8"), table(rows)), "utf-8")
+    files = [(system, folder / system / "report.json") for system in systems()]
+    try:
+        rows = [read_row(system, json.loads(file.read_text("utf-8"))) for system, file in files if file.is_file()]
+        if not rows:
+            parser.error(f"{folder} has no report: run make wild")
+        page = PAGE.read_text("utf-8")
+        PAGE.write_text(replace_table(page, table(rows, page)), "utf-8")
+    except ValueError as error:
+        parser.error(str(error))
     record(row.judged for row in rows)
 
 

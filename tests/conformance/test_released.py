@@ -76,10 +76,14 @@ def test_only_the_table_is_replaced():
 
 
 def test_the_table_has_a_heading_and_a_line_for_each_system():
-    lines = table([read_row("peft", report(("ties", "passed")))]).splitlines()
+    page = PAGE.read_text("utf-8")
+    lines = table([read_row("peft", report(("ties", "passed")))], page).splitlines()
     assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    assert lines[2].startswith("| [peft ")
-    assert "| none |" in lines[2]
+    [line] = [line for line in lines if line.startswith("| [peft ")]
+    assert "| none | 12 |" in line
+    assert set(lines[2:]) - {line} < set(page.splitlines()), "a system that was not judged keeps its line"
+    with pytest.raises(ValueError, match="accelerate was never judged"):
+        table([], "")
 
 
 def test_a_finding_stays_in_the_history_when_a_release_has_it_no_more():

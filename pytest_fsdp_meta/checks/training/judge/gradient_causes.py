@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from dataclasses import dataclass, replace
+from math import prod, sqrt
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
@@ -12,6 +13,7 @@ from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
 from pytest_fsdp_meta.judging.gates import add_precision, explain_uneven_backwards
+from pytest_fsdp_meta.judging.limits import limits_of
 from pytest_fsdp_meta.judging.multiples import ROUNDING, SLIGHT, divides, number_of
 from pytest_fsdp_meta.judging.view import View, ranks_by
 
@@ -124,6 +126,79 @@ _TIED: Explanation = {
     "remedy": "check what ties weights during loading (tie_weights(), tie_word_embeddings), or tie them in the "
     "reference",
 }
+
+
+NEAR = 0.1
+"""Fraction: gradients that differ by less after weights have moved apart are of right ones."""
+
+
+@dataclass(frozen=True)
+class WrongNorm:
+    """What clipping by a wrong norm makes of gradients that were right before: one multiple of them all on a rank."""
+
+    factors: tuple[float, ...]
+    """The multiple on each rank."""
+    names: frozenset[str]
+    """The parameters whose gradients were right."""
+
+    def taken_out(self, runs: Sequence[RankTraining]) -> list[RankTraining]:
+        """Return the runs with gradients as the right norm would clip them."""
+        return [
+            replace(run, gradients=tuple(_divided(comparison, factor) for comparison in run.gradients))
+            for run, factor in zip(runs, self.factors, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        low, high = min(self.factors), max(self.factors)
+        return f"{low:.4g} times" if high - low <= ROUNDING * high else f"{low:.4g} to {high:.4g} times"
+
+    @property
+    def explanation(self) -> Explanation:
+        return {
+            "cause": f"gradients are right before clipping and {self} the reference's after it: train_step clips by "
+            "another norm than that of all gradients, such as of some parameters, or of one rank's shards",
+            "remedy": "clip once, by the norm of all parameters on all ranks (with FSDP1, by the model's own "
+            "clip_grad_norm_)",
+        }
+
+
+def find_wrong_norm(view: View, runs: Sequence[RankTraining]) -> WrongNorm | None:
+    """Return by what clipping has scaled gradients that one more step shows to be right without it; None if not known.
+
+    The weights have moved a little apart until that step, but in the first one all of them are an exact multiple.
+    """
+    exact, names, factors = limits_of(view, "gradients").relative, set[str](), []
+    wrong: set[str] = set()
+    for run in runs:
+        before = {c.name: c.measure for c in run.unclipped if c.measure is not None}
+        after = {c.name: c.measure for c in run.gradients if c.measure is not None and c.measure.truth}
+        right = {
+            name
+            for name in after
+            if name in before and abs(before[name].factor - 1) <= NEAR and before[name].residual <= NEAR
+        }
+        longest = max(right, key=lambda name: after[name].truth, default=None)
+        factors.append(1.0 if longest is None else after[longest].factor)
+        if after and (longest is None or not after[longest].residual <= exact or not factors[-1] > 0):
+            return None
+        names |= right
+        wrong |= after.keys() - right
+    scaled = any(abs(factor - 1) > exact for factor in factors)
+    return WrongNorm(tuple(factors), frozenset(names - wrong)) if scaled else None
+
+
+def _divided(comparison: Comparison, by: float) -> Comparison:
+    own, value, far = comparison.measure, comparison.actual, comparison.farthest
+    if own is None:
+        return comparison
+    actual, dot = own.actual / by, own.dot / by
+    apart = sqrt(max(actual**2 - 2 * dot + own.truth**2, 0.0))
+    return replace(
+        comparison,
+        actual=None if value is None else value / by,
+        farthest=None if far is None else replace(far, actual=far.actual / by),
+        measure=replace(own, actual=actual, dot=dot, apart=apart),
+    )
 
 
 NOISE = 1e-7

@@ -14,6 +14,7 @@ from pytest_fsdp_meta.checks.training.judge.gradient_causes import (
     explain_factor,
     explain_module,
     explain_other,
+    find_wrong_norm,
     unreduced_gradients,
 )
 from pytest_fsdp_meta.checks.values.facts import GRADIENT_TOLERANCE
@@ -58,10 +59,23 @@ one may be noise."""
 )
 def grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    unreduced = list(unreduced_gradients(view, runs))
+    clipping, because, detail = find_wrong_norm(view, runs), Explanation(), ""
+    if clipping is not None:
+        rightly = clipping.taken_out(runs)
+        wrong = {found.tensor for judge in (unreduced_gradients, _wrong_gradients) for found in judge(view, rightly)}
+        if wrong <= clipping.names:
+            because = clipping.explanation
+        else:
+            runs = rightly
+            detail = f"as the right norm would clip it; the wrong one makes right gradients {clipping} the reference's"
+    unreduced = [] if because else list(unreduced_gradients(view, runs))
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
-    found: Sequence[Finding] = [finding for finding in _wrong_gradients(view, runs) if finding.tensor not in reported]
+    found: Sequence[Finding] = [
+        replace(finding, detail="; ".join(filter(None, [finding.detail, detail])))
+        for finding in _wrong_gradients(view, runs, because)
+        if finding.tensor not in reported
+    ]
     if unreduced and not found:
         return
     if not found:
@@ -176,8 +190,8 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
         yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
 
 
-def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
-    """Report gradients that are missing or differ from the reference's."""
+def _wrong_gradients(view: View, runs: Sequence[RankTraining], because: Explanation | None = None) -> Iterator[Finding]:
+    """Report gradients that are missing or differ from the reference's, ``because`` if nothing in the step says why."""
     limits = limits_of(view, "gradients")
     order = backward_order(view)  # those first whose gradients the backward completes first
     names = sorted(view.names("parameter", only=view.reference.gradients), key=lambda n: order.get(n, len(order)))
@@ -197,7 +211,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining]) -> Iterator[Findi
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step)
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step or because or {})
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
