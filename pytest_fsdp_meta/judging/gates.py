@@ -194,7 +194,7 @@ def describe_own_changes(view: View) -> str:
     return (
         f"train_step itself changes {first_of(view.reference.changed_by_steps)}, which the reference does not do, so "
         "these changes are not compared; to have them compared, make them in a hook of the optimizer's step, which "
-        "runs there, too, so use no mesh in it"
+        "runs there, too; a hook of an optimizer that Subject(optimizer=...) builds cannot use a mesh"
     )
 
 

@@ -27,7 +27,7 @@ def explain_step(view: View, runs: Sequence[RankTraining], factor: float | None,
     if not (seen := _watched(runs)):
         return {}
     between = _unlike_backwards(seen) if factor is None else {}  # which makes no multiple of the right ones
-    return between or explain_objective(view, runs, factor, right) or _changed_after(view, seen, factor)
+    return between or explain_objective(view, runs, factor, right) or explain_scale(view, runs, factor)
 
 
 def explain_objective(
@@ -155,8 +155,12 @@ def _unlike_backwards(seen: Sequence[FirstBackward]) -> Explanation:
     return {}
 
 
-def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | None) -> Explanation:
+CLIP_ONCE = "clip once, by the norm of all parameters on all ranks (with FSDP1, by the model's own clip_grad_norm_)"
+
+
+def explain_scale(view: View, runs: Sequence[RankTraining], factor: float | None) -> Explanation:
     """Explain gradients by what scales them between the last backward and the step."""
+    seen = _watched(runs)
     ends = [own.norms[-2:] for own in seen]
     scales = [stepped / ended for (ended, _), (stepped, scaled) in ends if ended and scaled]
     if not scales or not all(map(math.isfinite, scales)):
@@ -164,7 +168,7 @@ def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | No
     if max(scales) > (1 + SAME) * min(scales):
         each = f"{min(scales):.3g} to {max(scales):.3g}"
         cause = f"ranks scale their gradients unlike each other ({each}), as by the norm of each rank's own shards"
-        return {"cause": cause, "remedy": "clip by the norm of all ranks (torch.nn.utils.clip_grad_norm_)"}
+        return {"cause": cause, "remedy": CLIP_ONCE}
     bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
     due = bound / norm if bound and norm and norm > bound else 1.0
     explains = factor and abs(factor * due / scales[0] - 1) <= SAME  # else another scale came before that
@@ -172,10 +176,11 @@ def _changed_after(view: View, seen: Sequence[FirstBackward], factor: float | No
         return {}
     own = f"scales gradients by {scales[0]:.3g}" if abs(scales[0] - 1) > EXACT else "leaves gradients as they are"
     theirs = "the reference does not" if due == 1 else f"clipping to max_grad_norm={bound:g} scales them by {due:.3g}"
-    remedy = "clip once before the step, by the norm of all ranks, to the bound that is declared"
     return {
         "cause": f"train_step {own} after the last backward, and {theirs}",
-        "remedy": remedy if bound else "if train_step clips, declare Subject(max_grad_norm=<its bound>)",
+        "remedy": f"{CLIP_ONCE}, to the bound that is declared"
+        if bound
+        else "if train_step clips, declare Subject(max_grad_norm=<its bound>)",
     }
 
 

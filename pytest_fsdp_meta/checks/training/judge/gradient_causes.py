@@ -8,7 +8,7 @@ from math import prod, sqrt
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
 from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
-from pytest_fsdp_meta.checks.training.judge.author_step import unless_by_author
+from pytest_fsdp_meta.checks.training.judge.author_step import CLIP_ONCE, explain_scale, unless_by_author
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
 from pytest_fsdp_meta.judging.findings import Explanation, Finding, either
@@ -128,8 +128,8 @@ _TIED: Explanation = {
 }
 
 
-NEAR = 0.1
-"""Fraction: gradients that differ by less after weights have moved apart are of right ones."""
+NEAR, EXACT = 0.1, 0.01
+"""Fractions: gradients are right that differ by less after weights have moved apart, and an exact multiple."""
 
 
 @dataclass(frozen=True)
@@ -142,33 +142,30 @@ class WrongNorm:
     """The parameters whose gradients were right."""
 
     def taken_out(self, runs: Sequence[RankTraining]) -> list[RankTraining]:
-        """Return the runs with gradients as the right norm would clip them."""
+        """Return the runs with the other gradients as the right norm would clip them, and without these."""
         return [
-            replace(run, gradients=tuple(_divided(comparison, factor) for comparison in run.gradients))
+            replace(run, gradients=tuple(_divided(c, factor) for c in run.gradients if c.name not in self.names))
             for run, factor in zip(runs, self.factors, strict=True)
         ]
 
-    def __str__(self) -> str:
-        low, high = min(self.factors), max(self.factors)
-        return f"{low:.4g} times" if high - low <= ROUNDING * high else f"{low:.4g} to {high:.4g} times"
-
-    @property
-    def explanation(self) -> Explanation:
-        return {
-            "cause": f"gradients are right before clipping and {self} the reference's after it: train_step clips by "
-            "another norm than that of all gradients, such as of some parameters, or of one rank's shards",
-            "remedy": "clip once, by the norm of all parameters on all ranks (with FSDP1, by the model's own "
-            "clip_grad_norm_)",
+    def explain(self, view: View, runs: Sequence[RankTraining], culprit: str) -> Explanation:
+        """Say what is wrong with the norm, or with the gradient of ``culprit`` in it."""
+        if culprit:
+            cause = f"it is right before clipping; the norm to clip by is wrong, because the gradient of {culprit} is"
+            return {"cause": cause, "remedy": f"fix that of {culprit} first"}
+        return explain_scale(view, runs, self.factors[0]) or {
+            "cause": "gradients are right before clipping: train_step clips by another norm than that of all "
+            "gradients, such as that of some parameters",
+            "remedy": CLIP_ONCE,
         }
 
 
 def find_wrong_norm(view: View, runs: Sequence[RankTraining]) -> WrongNorm | None:
-    """Return by what clipping has scaled gradients that one more step shows to be right without it; None if not known.
+    """Return what clipping has scaled that one more step shows to be right without it; None if that is not known.
 
     The weights have moved a little apart until that step, but in the first one all of them are an exact multiple.
     """
-    exact, names, factors = limits_of(view, "gradients").relative, set[str](), []
-    wrong: set[str] = set()
+    factors, names, wrong = [], set[str](), set[str]()
     for run in runs:
         before = {c.name: c.measure for c in run.unclipped if c.measure is not None}
         after = {c.name: c.measure for c in run.gradients if c.measure is not None and c.measure.truth}
@@ -178,13 +175,15 @@ def find_wrong_norm(view: View, runs: Sequence[RankTraining]) -> WrongNorm | Non
             if name in before and abs(before[name].factor - 1) <= NEAR and before[name].residual <= NEAR
         }
         longest = max(right, key=lambda name: after[name].truth, default=None)
-        factors.append(1.0 if longest is None else after[longest].factor)
-        if after and (longest is None or not after[longest].residual <= exact or not factors[-1] > 0):
+        factor = 1.0 if longest is None else after[longest].factor
+        if after and (longest is None or not factor > 0):
             return None
-        names |= right
-        wrong |= after.keys() - right
-    scaled = any(abs(factor - 1) > exact for factor in factors)
-    return WrongNorm(tuple(factors), frozenset(names - wrong)) if scaled else None
+        exact = {n for n in right if after[n].residual <= EXACT and abs(after[n].factor / factor - 1) <= EXACT}
+        factors.append(factor)
+        names |= exact
+        wrong |= after.keys() - exact
+    scaled = any(abs(factor - 1) > limits_of(view, "gradients").relative for factor in factors)
+    return WrongNorm(tuple(factors), frozenset(names - wrong)) if scaled and names - wrong else None
 
 
 def _divided(comparison: Comparison, by: float) -> Comparison:

@@ -59,23 +59,16 @@ one may be noise."""
 )
 def grad_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    clipping, because, detail = find_wrong_norm(view, runs), Explanation(), ""
-    if clipping is not None:
-        rightly = clipping.taken_out(runs)
-        wrong = {found.tensor for judge in (unreduced_gradients, _wrong_gradients) for found in judge(view, rightly)}
-        if wrong <= clipping.names:
-            because = clipping.explanation
-        else:
-            runs = rightly
-            detail = f"as the right norm would clip it; the wrong one makes right gradients {clipping} the reference's"
-    unreduced = [] if because else list(unreduced_gradients(view, runs))
+    clipping = find_wrong_norm(view, runs)
+    rightly, known = (runs, None) if clipping is None else (clipping.taken_out(runs), Explanation())
+    unreduced = list(unreduced_gradients(view, rightly))
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
-    found: Sequence[Finding] = [
-        replace(finding, detail="; ".join(filter(None, [finding.detail, detail])))
-        for finding in _wrong_gradients(view, runs, because)
-        if finding.tensor not in reported
-    ]
+    found: Sequence[Finding] = [one for one in _wrong_gradients(view, rightly, known) if one.tensor not in reported]
+    if clipping is not None:
+        culprit = next((finding.tensor or "" for finding in (*unreduced, *found)), "")
+        scaled = _wrong_gradients(view, runs, clipping.explain(view, runs, culprit))
+        found = [*found, *(finding for finding in scaled if finding.tensor in clipping.names)]
     if unreduced and not found:
         return
     if not found:
@@ -190,8 +183,8 @@ def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterato
         yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
 
 
-def _wrong_gradients(view: View, runs: Sequence[RankTraining], because: Explanation | None = None) -> Iterator[Finding]:
-    """Report gradients that are missing or differ from the reference's, ``because`` if nothing in the step says why."""
+def _wrong_gradients(view: View, runs: Sequence[RankTraining], known: Explanation | None) -> Iterator[Finding]:
+    """Report gradients that are missing or differ from the reference's; ``known`` says why, instead of the step."""
     limits = limits_of(view, "gradients")
     order = backward_order(view)  # those first whose gradients the backward completes first
     names = sorted(view.names("parameter", only=view.reference.gradients), key=lambda n: order.get(n, len(order)))
@@ -203,7 +196,8 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining], because: Explanat
     measures = [c.measure for cases in pairs.values() for _, c in cases if c.measure is not None]
     factor, left = _common_factor(measures) if all(math.isfinite(m.apart) for m in measures) else (1.0, math.inf)
     right = any(not any(limits.exceeded(*case) for case in pairs[name]) for name in due & pairs.keys())
-    by_step = explain_step(view, runs, factor if left <= max(SCALED, limits.relative) * abs(factor) else None, right)
+    common = factor if left <= max(SCALED, limits.relative) * abs(factor) else None
+    by_step = explain_step(view, runs, common, right) if known is None else known
     for name in names:
         missing = tuple(rank for rank, run in enumerate(runs) if name in run.without_gradient)
         if missing and name in due:
@@ -211,7 +205,7 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining], because: Explanat
             yield Finding(name, missing, "no gradient, although the reference has one", "", **explanation, certain=True)
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
-            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step or because or {})
+            yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step)
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:
