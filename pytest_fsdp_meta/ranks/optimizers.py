@@ -142,8 +142,10 @@ def settings_of(optimizer: Optimizer, model: Module) -> dict[str, Mapping[str, s
     """Return ``OptimizerFacts.settings``."""
     shown: dict[int, Mapping[str, str]] = {}
     for group in optimizer.param_groups:
-        own = {key: _as_plain(value) for key, value in group.items() if key not in BY_NAME | IMPLEMENTATION}
-        texts = {key: repr(value) for key, value in own.items() if value is not None}
+        # A scheduler sets lr when it is built, which the other side may do later.
+        own = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        plain = {key: _as_plain(value) for key, value in own.items() if key not in BY_NAME | IMPLEMENTATION}
+        texts = {key: repr(value) for key, value in plain.items() if value is not None}
         shown |= {id(parameter): texts for parameter in group["params"]}
     parameters = ((name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter")
     return {name: shown[id(tensor)] for name, tensor in parameters if id(tensor) in shown}
@@ -201,11 +203,11 @@ class PackedOptimizer:
     def rebuild(self, model: Module, trainable: Iterable[Parameter]) -> Optimizer:
         """Return the same groups over the parameters of ``model`` of the same names.
 
-        Trainable parameters that are in no group join the first.
+        Trainable parameters that are in no group join the first. Only a group that was empty stays empty.
         """
         members = _divide(model, trainable, [names for _, names in self.groups])
         filled = zip(self.groups, members, strict=True)
-        groups = [{**options, "params": params} for (options, _), params in filled if params]
+        groups = [{**options, "params": params} for (options, names), params in filled if params or not names]
         try:
             accepted = inspect.signature(self.kind).parameters
             return self.kind(groups, **{key: value for key, value in self.defaults.items() if key in accepted})

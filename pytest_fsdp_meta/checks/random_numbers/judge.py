@@ -78,8 +78,8 @@ def random_numbers_follow_the_mesh(view: View) -> Iterable[Finding]:
 
 _UNSEEDED = (
     "how training seeds the ranks is unknown, because the loader does not seed them, or last with the seed that the "
-    f"reference is built with; to have the numbers of ranks with other rows judged, seed the ranks in the loader or train_step as your "
-    f"training does, such as by {SEED_BY_SLICE}"
+    "reference is built with; to have the numbers of ranks with other rows judged, seed the ranks in the loader or "
+    f"train_step as your training does, such as by {SEED_BY_SLICE}"
 )
 
 

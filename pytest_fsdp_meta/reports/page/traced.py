@@ -52,10 +52,6 @@ class StepView:
     phases: tuple[PhaseView, ...]
 
     @property
-    def departs(self) -> bool:
-        return any(phase.first for phase in self.phases)
-
-    @property
     def agrees(self) -> bool:
         """Whether every call agrees, so that there are no rows to look at."""
         rows = (row for phase in self.phases for row in phase.rows)

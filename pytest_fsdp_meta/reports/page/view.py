@@ -59,8 +59,6 @@ PART = re.compile(r".*?(?:/|::)")
 MOST_EXPANDED = 3
 """With more loaders than this, only those with failures are expanded when the page opens, and their checks are a table
 in place of a list."""
-MOST_UNFILTERED = 12
-"""Findings and layouts of tensors that need no filters, on a page with a list."""
 BIG_LOADERS, BIG_DRAWINGS = 12, 500
 """With more loaders or drawings than this, the browser draws only what is on the screen. With more loaders, their
 sections are closed and packed as well."""
@@ -225,10 +223,8 @@ class PageView:
 
     @property
     def tabs(self) -> dict[str, int]:
-        """Tab -> the number of its checks; no tabs where one would show all of them."""
-        counts = {tab: how_many(self.kinds, kinds) for tab, kinds in TABS.items()}
-        some = {tab: count for tab, count in counts.items() if count}
-        return some if len(some) > 1 else {}
+        """Tab -> the number of its checks, which is not zero."""
+        return {tab: times for tab, kinds in TABS.items() if (times := how_many(self.kinds, kinds))}
 
     @property
     def columns(self) -> list[str]:
@@ -274,12 +270,6 @@ class PageView:
     def hides_clean(self) -> bool:
         """Whether rows and columns without failures can be hidden."""
         return not self.is_list and (self.folds_clean or bool(self.failing))
-
-    @property
-    def narrows(self) -> bool:
-        """Whether there is enough to look for by tensor or rank."""
-        findings = sum(len(check.findings) for loader in self.report.loaders for check in loader.checks)
-        return not self.is_list or findings + sum(len(one.layouts) for one in self.loaders) > MOST_UNFILTERED
 
     @property
     def unseen(self) -> list[str]:

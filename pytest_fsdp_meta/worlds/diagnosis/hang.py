@@ -87,10 +87,8 @@ def _written_place(output: str) -> str:
     """Return where a rank was that gloo has ended, in a thread of its own, from the stacks that faulthandler writes."""
     main_thread = output.rpartition("Fatal Python error")[2].partition("\n\nExtension")[0].rpartition("\n\n")[2]
     frames = list(FRAME.finditer(main_thread))  # innermost first
-    place = next(
-        (f", {os.path.basename(one['file'])}:{one['line']}" for one in frames if not is_library(one["file"])), ""
-    )
-    return f"{frames[0]['function']}{place}" if frames else ""
+    own = next((one for one in frames if not is_library(one["file"])), None)
+    return f"{frames[0]['function']}, {os.path.basename(own['file'])}:{own['line']}" if own else ""
 
 
 def is_library(file: str) -> bool:

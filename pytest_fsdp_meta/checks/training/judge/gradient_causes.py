@@ -167,13 +167,9 @@ def find_wrong_norm(view: View, runs: Sequence[RankTraining]) -> WrongNorm | Non
     """
     factors, names, wrong = [], set[str](), set[str]()
     for run in runs:
-        before = {c.name: c.measure for c in run.unclipped if c.measure is not None}
+        seen = [(c.name, c.measure) for c in run.unclipped if c.measure is not None]
         after = {c.name: c.measure for c in run.gradients if c.measure is not None and c.measure.truth}
-        right = {
-            name
-            for name in after
-            if name in before and abs(before[name].factor - 1) <= NEAR and before[name].residual <= NEAR
-        }
+        right = after.keys() & {name for name, m in seen if abs(m.factor - 1) <= NEAR and m.residual <= NEAR}
         longest = max(right, key=lambda name: after[name].truth, default=None)
         factor = 1.0 if longest is None else after[longest].factor
         if after and (longest is None or not factor > 0):
@@ -187,17 +183,12 @@ def find_wrong_norm(view: View, runs: Sequence[RankTraining]) -> WrongNorm | Non
 
 
 def _divided(comparison: Comparison, by: float) -> Comparison:
-    own, value, far = comparison.measure, comparison.actual, comparison.farthest
-    if own is None:
+    """Return the comparison of the divided gradient; values of elements stay as they were seen."""
+    if (own := comparison.measure) is None:
         return comparison
     actual, dot = own.actual / by, own.dot / by
     apart = sqrt(max(actual**2 - 2 * dot + own.truth**2, 0.0))
-    return replace(
-        comparison,
-        actual=None if value is None else value / by,
-        farthest=None if far is None else replace(far, actual=far.actual / by),
-        measure=replace(own, actual=actual, dot=dot, apart=apart),
-    )
+    return replace(comparison, measure=replace(own, actual=actual, dot=dot, apart=apart))
 
 
 NOISE = 1e-7
