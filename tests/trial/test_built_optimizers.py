@@ -340,9 +340,11 @@ def test_a_function_gets_what_its_parameter_is_named_after():
 
 def test_settings_are_plain_text():
     model = nn.Linear(2, 2)
-    group = {"params": model.parameters(), "lr": torch.tensor(0.5), "mesh": object(), "initial_lr": 1.0}
+    group = {"params": model.parameters(), "lr": torch.tensor(0.5), "mesh": object()}
+    assert settings_of(torch.optim.SGD([group], foreach=False), model)["weight"]["lr"] == "0.5"
+    group |= {"params": model.parameters(), "initial_lr": 1.0}
     settings = settings_of(torch.optim.SGD([group], foreach=False), model)
-    assert settings["weight"]["lr"] == "0.5"
+    assert settings["weight"]["lr"] == "1.0", "that of before a scheduler has set it"
     assert "mesh" not in settings["weight"]
     assert "initial_lr" not in settings["weight"]
 
