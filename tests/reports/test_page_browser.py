@@ -373,7 +373,7 @@ def test_a_copied_link_or_command_is_announced(opened):
     page.locator("#cause-1 .copy").click()
     until(page, "document.querySelector('#said').textContent === 'The command is copied.'")
     assert str(page.evaluate("navigator.clipboard.readText()")).startswith("python -m pytest 'tests/test_llama.py::")
-    assert page.get_by_role("status").count() == 1
+    assert page.get_by_role("status").count() == 2  # and what the filters show
     until(page, "document.querySelector('.result .link').textContent === 'link'")
 
 
