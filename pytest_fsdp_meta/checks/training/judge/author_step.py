@@ -176,12 +176,9 @@ def explain_scale(view: View, runs: Sequence[RankTraining], factor: float | None
         return {}
     own = f"scales gradients by {scales[0]:.3g}" if abs(scales[0] - 1) > EXACT else "leaves gradients as they are"
     theirs = "the reference does not" if due == 1 else f"clipping to max_grad_norm={bound:g} scales them by {due:.3g}"
-    return {
-        "cause": f"train_step {own} after the last backward, and {theirs}",
-        "remedy": f"{CLIP_ONCE}, to the bound that is declared"
-        if bound
-        else "if train_step clips, declare Subject(max_grad_norm=<its bound>)",
-    }
+    bounded = f"{CLIP_ONCE}, to the bound that is declared"
+    remedy = bounded if bound else "if train_step clips, declare Subject(max_grad_norm=<its bound>)"
+    return {"cause": f"train_step {own} after the last backward, and {theirs}", "remedy": remedy}
 
 
 def unless_by_author(view: View, otherwise: Explanation) -> Explanation:

@@ -67,8 +67,9 @@ def grad_parity(view: View) -> Iterable[Finding]:
     found: Sequence[Finding] = [one for one in _wrong_gradients(view, rightly, known) if one.tensor not in reported]
     if clipping is not None:
         culprit = next((finding.tensor or "" for finding in (*unreduced, *found)), "")
+        reported |= {finding.tensor for finding in found}
         scaled = _wrong_gradients(view, runs, clipping.explain(view, runs, culprit))
-        found = [*found, *(finding for finding in scaled if finding.tensor in clipping.names)]
+        found = [*found, *(finding for finding in scaled if finding.tensor not in reported)]
     if unreduced and not found:
         return
     if not found:
