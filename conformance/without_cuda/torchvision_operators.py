@@ -1,4 +1,4 @@
-"""What Composer's import of torchvision asks for on a machine without CUDA, for which torchvision's wheels are built.
+"""What an import of torchvision asks for on a machine without CUDA, for which torchvision's wheels are built.
 
 Their library of operators cannot be loaded there, and torchvision registers shapes for two of them unasked.
 """
