@@ -111,10 +111,10 @@ def has_accelerator() -> bool:
 
 
 def judge_entry(entry: Entry, judge: LoaderJudge, path: Path | None) -> tuple[Row, Evidence]:
-    """Judge by every check; of a defect, what fails is judged in smaller worlds as well, as the plugin does."""
-    smaller = bool(entry.caught_by)
-    evidence = judge.observe(entry.load, entry.mesh, simulated=entry.simulated, smaller=smaller, path=path)
-    verdicts = judge_all(replace(evidence, smaller=()))  # messages quote both causes that smaller worlds choose from
+    """Judge by every check; what fails is judged in smaller worlds as well, as the plugin does."""
+    evidence = judge.observe(entry.load, entry.mesh, simulated=entry.simulated, smaller=True, path=path)
+    # The messages of a defect quote both causes that smaller worlds choose from.
+    verdicts = judge_all(replace(evidence, smaller=()) if entry.caught_by else evidence)
     reasons = {id: verdict.reason for id, verdict in verdicts.items() if verdict.reason}
     status = {id: verdict.status for id, verdict in verdicts.items()}
     caught = verdicts.get(entry.caught_by)

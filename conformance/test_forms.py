@@ -39,7 +39,7 @@ def test_a_form_conforms(name, checkpoint, loader_judge, usual_skips):
         pytest.skip("torch refuses this form without an accelerator")
     require(form.needs)
     path = checkpoint(form.architecture) if form.architecture else None
-    evidence = loader_judge.observe(form.load, form.mesh, localise=True, path=path)
+    evidence = loader_judge.observe(form.load, form.mesh, localise=True, smaller=True, path=path)
     verdicts = judge_all(evidence)
     assert unexpected(verdicts, form.skips, usual_skips) == {}
     assert {id: verdicts[id].status for id in PASSED.get(name, ())} == dict.fromkeys(PASSED.get(name, ()), "passed")

@@ -11,7 +11,7 @@ from typing import Any
 from pytest_fsdp_meta.checks.checkpoint.facts import Export, RankResumed, RankSaved, RankStateDict, Resharded
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.data.facts import Epoch, RankBatches
-from pytest_fsdp_meta.checks.drawn.facts import RankDraws
+from pytest_fsdp_meta.checks.drawn.facts import DrawnTensor, RankDraws
 from pytest_fsdp_meta.checks.memory.facts import RankMemory, StepMemory
 from pytest_fsdp_meta.checks.sharding.facts import held_by_stages, stages_of
 from pytest_fsdp_meta.checks.simulation.facts import SimulatedSize
@@ -300,12 +300,14 @@ class SmallerWorld:
 
     ``mesh`` has (name, size) pairs. ``failed`` maps a check to the tensors in which it finds something there, "" for
     the whole model; ``passed`` has those that find nothing. ``problem`` says why the loader could not be judged there.
+    ``draws`` are those of its first rank.
     """
 
     mesh: tuple[tuple[str, int], ...]
     failed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     passed: tuple[str, ...] = ()
     problem: str = ""
+    draws: tuple[DrawnTensor, ...] = ()
 
 
 def not_declared(field: str) -> Unavailable:

@@ -251,4 +251,5 @@ def _judge_along(
     passed = tuple(
         id for id, verdict in verdicts.items() if verdict.status == "passed" or verdict.why == "partly checked"
     )
-    return SmallerWorld(seen, failed, passed)
+    draws = evidence.draws[0].draws if evidence.draws else ()
+    return SmallerWorld(seen, failed, passed, draws=draws)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_meta.checks.drawn.judge import Measured, can_tell, fans_of, limit, wrong_fan
-from pytest_fsdp_meta.evidence import DrawnTensor, Evidence, RankDraws
+from pytest_fsdp_meta.evidence import DrawnTensor, Evidence, RankDraws, SmallerWorld
 from tests.checks.evidence_factory import (
     EMBEDDING,
     HEAD,
@@ -169,6 +169,13 @@ def with_spread(factor: float) -> Evidence:
 @pytest.mark.parametrize("factor", [0.02, 0.5, 0.9, 1.0, 1.25, 1.7, 2.5])
 def test_another_spread_than_a_shards_is_the_authors_choice(factor):
     assert verdict(ID, with_spread(factor)).status == "passed"
+
+
+@pytest.mark.parametrize(("alone", "status"), [(2**0.5, "passed"), (1.0, "failed")])
+def test_a_shards_spread_is_the_authors_choice_if_one_rank_draws_it_as_well(alone, status):
+    drawn = (DrawnTensor(MIDDLE, spread("whole", alone), spread("whole")),)
+    smaller = (SmallerWorld((), draws=drawn), SmallerWorld((("tp", 2),), draws=drawn))
+    assert verdict(ID, replace(with_spread(2**0.5), smaller=smaller)).status == status
 
 
 def test_other_tails_are_another_distribution():

@@ -66,7 +66,8 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
         missing = [name for name, parts in varied.items() if all(part.draw.reference is None for part in parts)]
         unknown += [f"{name} has no values in the reference, so its spread was not compared" for name in missing]
     for one in tested:
-        if fan := wrong_fan(one.measured, one.fans, len(tested)):
+        fan = wrong_fan(one.measured, one.fans, len(tested))
+        if fan is not None and not _draws_so_alone(view, one, fan):
             yield _wrong_spread(one, fan)
         elif not can_tell(one.measured, one.fans, len(tested)):
             unknown.append(f"{one.name} has too few elements ({one.measured.elements}) to compare its spread")
@@ -193,6 +194,13 @@ def _spreads(view: View, by_name: dict[str, list[Drawn]]) -> Iterator[Tested]:
             measured = measure_ratio({part.draw.own.digest: part.draw for part in alike}.values())
             if fans and measured is not None:
                 yield Tested(name, tuple(sorted(r for part in alike for r in part.ranks)), measured, fans)
+
+
+def _draws_so_alone(view: View, tested: Tested, fan: Fan) -> bool:
+    """Return whether a rank that holds the whole tensor draws it with this standard deviation, too: a choice."""
+    alone = [world for world in view.evidence.smaller if not world.mesh]
+    measured = measure_ratio(draw for world in alone for draw in world.draws if draw.name == tested.name)
+    return measured is not None and wrong_fan(measured, [fan], 1) is not None
 
 
 def _wrong_spread(tested: Tested, fan: Fan) -> Finding:

@@ -114,7 +114,10 @@ class _Sizes:
     """Number of elements of the two largest tensors: the one being read and the one before it."""
 
 
-BY_SLICES = "build the model on meta, shard it, call to_empty(), then read only the rank's own slices"
+BY_SLICES = (
+    "build the model on meta, shard it, call to_empty(), then read only the rank's own slices; return a second model "
+    "that is meant to be whole in one module with it"
+)
 
 
 @memory_check(

@@ -5,6 +5,7 @@ Tensor subclasses, such as torchao's, are read as the plain tensors that they wr
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,12 @@ def own_memory(tensor: Tensor) -> Tensor:
     """Return this rank's own part of a tensor, without autograd and without subclasses that only compute otherwise."""
     with torch.no_grad():
         return wrapped(local_tensor(tensor).detach())
+
+
+def living_shards() -> list[Tensor]:
+    """Return the DTensors of this process that are a part of a larger tensor, such as those of a second model."""
+    living = [one for one in gc.get_objects() if issubclass(type(one), DTensor)]
+    return [tensor for tensor in living if local_tensor(tensor).numel() < tensor.numel()]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.memory.facts import COPIES, RankMemory
-from pytest_fsdp_meta.ranks.adapters.dtensor import own_memory
+from pytest_fsdp_meta.ranks.adapters.dtensor import living_shards, own_memory
 from pytest_fsdp_meta.ranks.inventory import unwrapped
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.mapped import MappedFiles
@@ -148,15 +148,17 @@ def noting_resizes(meter: Meter) -> Iterator[None]:
         torch.UntypedStorage.resize_ = resize
 
 
-def find_peaks(changes: Iterable[Change], model: Module, optimizer: Optimizer | None = None) -> RankMemory:
+def find_peaks(
+    changes: Iterable[Change], model: Module, optimizer: Optimizer | None = None, others: Iterable[Tensor] = ()
+) -> RankMemory:
     """Return the peaks of the memory that a loader held for this model, on the host and on the device together.
 
-    Besides its shards, the state of the ``optimizer`` that it returns explains memory, with the gradients of the step
-    that created it: torch steps an optimizer once to load its state.
+    Besides its shards, ``others`` explain memory, and so does the state of the ``optimizer`` that it returns, with the
+    gradients of the step that created it: torch steps an optimizer once to load its state.
     """
     whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
     # With buffers, which are whole on every rank: a mask may be larger than all weights.
-    shards = _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
+    shards = _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers(), *others))
     states = [value for part in parts_of_optimizer(optimizer) for value in part.state.values()] if optimizer else []
     explained = Counter({size: COPIES * number for size, number in shards.items()})
     explained += _count_storages(value for state in states for value in state.values() if isinstance(value, Tensor))
@@ -253,9 +255,12 @@ class Peak:
 
     def facts(self, model: Module, optimizer: Optimizer | None = None) -> RankMemory:
         """Return the peaks and the timeline of the block that built ``model`` and the optimizer, if it built one."""
-        changes = self.meter.changes
-        timeline = make_timeline(list(changes), self.meter.times, self._began)
-        return replace(find_peaks(changes, model, optimizer), device=self._device_peak, timeline=timeline)
+        changes = [*self.meter.changes]
+        timeline = make_timeline(changes, self.meter.times, self._began)
+        peaks = find_peaks(changes, model, optimizer)
+        if peaks.beyond:  # only then, because Python has about a million objects
+            peaks = find_peaks(changes, model, optimizer, living_shards())
+        return replace(peaks, device=self._device_peak, timeline=timeline)
 
 
 def _allocate_workspaces(device: torch.device) -> None:
