@@ -124,6 +124,7 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
     held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     parameters = [(name, tensor) for name, kind, tensor in named_tensors(model) if kind == "parameter"]
     live = {id(tensor) for _, tensor in parameters}
+    raw = {id(tensor): name for name, tensor in model.named_parameters()}
     kinds = dict.fromkeys(type(computing_optimizer(part)).__name__ for part in parts_of_optimizer(optimizer))
     built = built_optimizer(subject) is not None
     wrapped = built and subject.optimizer is not optimizer
@@ -133,6 +134,7 @@ def optimizer_facts(optimizer: Optimizer, subject: Subject) -> OptimizerFacts:
         held={name: held[id(tensor)] for name, tensor in parameters},
         stepped=frozenset(name for name, tensor in parameters if optimizer.state.get(tensor)),
         others=tuple((str(p.dtype).removeprefix("torch."), _without_memory(p)) for p in others.values()),
+        renamed=frozenset(name for name, tensor in parameters if raw.get(id(tensor), name) != name),
         settings=settings_of(optimizer, model),
         counted=_count_steps(optimizer, (tensor for _, tensor in parameters)) if built else 0.0,
     )

@@ -165,7 +165,8 @@ class OptimizerFacts:
     ``held`` counts how often its parameter groups contain each parameter of the model. ``stepped`` names the
     parameters for which it has state. ``others`` describes the tensors that it holds although the model does not
     register them, as (dtype, whether it has no memory). ``counted`` are the steps that an optimizer
-    which the loader built has counted, if all other state of it is zero.
+    which the loader built has counted, if all other state of it is zero. ``renamed`` are the parameters that a wrapper
+    gives another name, which the function that builds the optimizer may have seen.
     """
 
     kind: str
@@ -173,6 +174,7 @@ class OptimizerFacts:
     others: tuple[tuple[str, bool], ...] = ()
     stepped: frozenset[str] = frozenset()
     counted: float = 0.0
+    renamed: frozenset[str] = frozenset()
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The settings of the group that each parameter is in, before the training, such as "weight_decay" -> "0.1"."""
 
