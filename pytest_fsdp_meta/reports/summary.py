@@ -59,7 +59,20 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
     alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
     rates = (", ".join(f"{rate:.4g}" for rate in steps[0]) + f" in {counted(len(steps), 'step')}",) if alike else ()
-    return ({"one rate": rates} if rates else {}) | _even_shards(evidence.inventory[0]) | _hidden(evidence)
+    kept = evidence.training_mode[0].norms_in_eval if evidence.training_mode else ()
+    norms = evidence.reference.batch_norms if evidence.reference is not None else ()
+    built = evidence.inventory[0].optimizer  # None for one that Subject(optimizer=...) builds
+    found = {
+        "one rate": rates,
+        "norms in eval": tuple(name for name in norms if name not in kept),
+        "norms kept": kept,
+        "own groups": (built.kind,) if built is not None else (),
+    }
+    return {
+        **{kind: names for kind, names in found.items() if names},
+        **_even_shards(evidence.inventory[0]),
+        **_hidden(evidence),
+    }
 
 
 def _even_shards(inventory: RankInventory) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.evidence import Noise, TensorNoise
 from tests.checks.evidence_factory import (
     COUNTER,
     MIDDLE,
+    ROTARY,
     change,
     change_reference,
     counted,
@@ -105,6 +106,15 @@ def test_replicas_that_differ_are_one_finding():
     found = verdict(REPLICAS, evidence)
     assert [(f.tensor, f.ranks) for f in found.findings] == [(COUNTER, (1,))]
     assert (verdict(ID, evidence).findings, verdict(ID, evidence).unjudged) == ((), {REPLICAS: (COUNTER,)})
+
+
+@pytest.mark.parametrize(("sent", "why"), [((), "differs"), ((ROTARY,), "not applicable")])
+def test_statistics_of_each_ranks_own_rows_are_a_difference(sent, why):
+    evidence = change_reference(change(healthy(), ROTARY, persistent=True), ROTARY, persistent=True)
+    unlike = change(evidence, ROTARY, [0], digest="own").inventory
+    steps = tuple(replace(step, after=unlike[rank]) for rank, step in enumerate(evidence.training_mode or ()))
+    found = verdict("replicas_stay_equal", on_buffers(replace(evidence, training_mode=steps), broadcast=sent))
+    assert (found.why, f"ranks differ in {ROTARY} after a step in train()" in found.reason) == (why, not sent)
 
 
 def test_replicas_that_round_differently_are_equal():

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.evidence import Evidence, RankInventory, WorldFacts
+from pytest_fsdp_meta.evidence import Evidence, OptimizerFacts, RankInventory, WorldFacts
 from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
 from pytest_fsdp_meta.reports.schema import SKIPS, CheckRecord, FindingRecord, LoaderRecord, describe_counts
 from pytest_fsdp_meta.reports.summary import notes_on
@@ -225,6 +225,20 @@ def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
         "converted by the same code, because they are square; let the intermediate size differ, as "
         "tiny_checkpoint(..., revealing=True) does",
     ]
+
+
+def test_what_training_compares_with_nothing_is_named() -> None:
+    evidence = healthy()
+    assert evidence.reference is not None
+    reference = replace(evidence.reference, batch_norms=("bn", "kept"))
+    modes = tuple(replace(step, norms_in_eval=("kept",)) for step in evidence.training_mode or ())
+    built = tuple(replace(rank, optimizer=OptimizerFacts("AdamW")) for rank in evidence.inventory)
+    notes = notes_on(replace(evidence, reference=reference, training_mode=modes, inventory=built))
+    assert {kind: notes[kind] for kind in ("norms in eval", "norms kept", "own groups")} == {
+        "norms in eval": ("bn",),
+        "norms kept": ("kept",),
+        "own groups": ("AdamW",),
+    }
 
 
 @pytest.mark.parametrize(("rates", "said"), [((0.1, 0.1), "0.1 in 2 steps of t.py::test_x"), ((0.1, 0.2), "")])

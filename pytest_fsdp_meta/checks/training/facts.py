@@ -354,6 +354,8 @@ class RankTrainingMode:
     """The modules that drew in the author's next step, on other rows, if all drew the same numbers as before."""
     frozen_in_train: tuple[str, ...] = ()
     """The modules that ran in ``train()`` and have buffers, but nothing that trains."""
+    norms_in_eval: tuple[str, ...] = ()
+    """The batch norms that ran in ``eval()`` although they train, but synchronised ones, which may have to."""
 
 
 @dataclass(frozen=True)

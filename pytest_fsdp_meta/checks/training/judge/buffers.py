@@ -26,7 +26,7 @@ from pytest_fsdp_meta.judging.limits import limits_of, require_noise
 from pytest_fsdp_meta.judging.multiples import divides, multiple, number_of
 from pytest_fsdp_meta.judging.registry import training_check
 from pytest_fsdp_meta.judging.view import Blocked, Differs, NotJudged, PartlyJudged, View, majority, ranks_by
-from pytest_fsdp_meta.text import counted, name_ranks
+from pytest_fsdp_meta.text import counted, first_of, name_ranks
 
 WRONG_STEPS = ("grad_parity", "optimizer_owns_parameters", "every_trainable_moves")
 """Checks whose failure may make the ranks step differently."""
@@ -37,7 +37,7 @@ SAME_FACTOR = 0.02
 @training_check(
     promise="replicated parameters and persistent buffers are bit-identical on all their ranks after training steps",
     needs=["inventory", "training"],
-    uses=["reference", "values", "verifier"],
+    uses=["reference", "values", "verifier", "training_mode"],
     after=[*EXPLAINING_CHECKS, *WRONG_STEPS],
     why="Replicas that drift apart compute different outputs for the same rows, and full_tensor() shows only one of "
     "them.",
@@ -76,6 +76,11 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
                     "remedy": "change it on every rank, by values that all ranks share",
                 }
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
+    if own := _apart_in_train(view, changed):
+        raise Differs(
+            f"ranks differ in {first_of(own)} after a step in train(): each has the statistics of its own rows, and a "
+            "checkpoint keeps those of one rank; SyncBatchNorm, or DDP with broadcast_buffers, makes them equal"
+        )
     if not judged:
         raise NotJudged("no parameter is replicated, and training changes no replicated buffer")
 
@@ -85,10 +90,27 @@ def _replicated(view: View, changed: Collection[str]) -> Iterator[tuple[str, str
     for name, tensors in view.tensors("parameter"):
         held = ranks_by((rank, tensor.held) for rank, tensor in tensors if tensor.digest is not None and tensor.numel)
         yield name, "parameter", list(held.values())
+    for name, sets in _replicated_buffers(view, changed):
+        yield name, "buffer", sets
+
+
+def _replicated_buffers(view: View, names: Collection[str]) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     places = model_coordinates(view)
-    for name, tensors in view.tensors("buffer", only=changed):
-        sets = replica_sets(view, tensors, places)
-        yield name, "buffer", [tuple(rank for rank, _ in ranks) for ranks in sets]
+    for name, tensors in view.tensors("buffer", only=names):
+        yield name, [tuple(rank for rank, _ in ranks) for ranks in replica_sets(view, tensors, places)]
+
+
+def _apart_in_train(view: View, judged: Collection[str]) -> list[str]:
+    """Return the other persistent buffers, such as statistics, that a step in the author's modes changes unlike."""
+    after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
+    loaded, sent = view.evidence.inventory, [run.buffers.broadcast for run in view.evidence.training or ()]
+    names = {t.name for t in loaded[0].tensors if t.kind == "buffer" and t.persistent}.difference(judged, *sent)
+    found = []
+    for name, held in _replicated_buffers(view, names) if len(after) == len(loaded) else ():
+        digests = [[(loaded[r].by_name[name].digest, after[r][name].digest) for r in ranks] for ranks in held]
+        if any(len({old for old, _ in pairs}) == 1 < len({*pairs}) for pairs in digests):
+            found.append(name)
+    return found
 
 
 _OWN_ROWS: Explanation = {
@@ -130,7 +152,9 @@ def buffers_follow_training(view: View) -> Iterable[Finding]:
     changed = _changed_buffers(view)
     own = view.reference.changed_by_steps
     if not changed and not own:
-        raise NotJudged("training changes no persistent buffer, except those that DDP broadcasts from one rank")
+        norms = view.reference.batch_norms
+        kept = f"; {first_of(norms)} stayed in eval() where results are compared" if norms else ""
+        raise NotJudged(f"training changes no persistent buffer, except those that DDP broadcasts from one rank{kept}")
     names = view.names("buffer", only=changed.difference(own))
     wrong, when = _moved_otherwise(view, names, FIRST_BUFFERS), "after the first step"
     if not wrong:

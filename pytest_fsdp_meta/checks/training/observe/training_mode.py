@@ -72,7 +72,7 @@ def observe_training_mode() -> RankTrainingMode:
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
     mode = RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
-    return replace(mode, frozen_in_train=modes.frozen_in_train())
+    return replace(mode, frozen_in_train=modes.frozen_in_train(), norms_in_eval=modes.norms_in_eval())
 
 
 def _compare_with_next_step(
@@ -221,6 +221,11 @@ class ModeWatch:
     def frozen_in_train(self) -> tuple[str, ...]:
         ran = ((name, m) for name, m in innermost_modules(self._model).items() if id(m) in self._ran_in_train)
         return tuple(name for name, module in ran if module._buffers and not _learns(module, recurse=True))
+
+    def norms_in_eval(self) -> tuple[str, ...]:
+        norms = {*batch_norms(self._model).values()}
+        ran = ((name, m) for name, m in innermost_modules(self._model).items() if self._trained.get(id(m)) is False)
+        return tuple(n for n, m in ran if m in norms and _learns(m, False) and not isinstance(m, nn.SyncBatchNorm))
 
     def fallen(self) -> bool:
         """Return whether anything that ran in ``train()`` is in ``eval()`` now."""
