@@ -182,7 +182,8 @@ def _test_file(name: str, function: Any, parameters: list[inspect.Parameter], te
     if inspect.isclass(function):
         lines = _call(attribute, parameters, 8)
         call = "\n".join([f"{loader}(", *lines, "    )"]) if lines else f"{loader}()"
-        required, fields = "\n".join(_required(attribute, '"{}": ', docs)), "\n".join(_trainer_fields(function))
+        own, todos = _trainer_fields(function)
+        required, fields = "\n".join([*_required(attribute, '"{}": ', docs), *todos]), "\n".join(own)
         body = TRAINER.format(group=group, test=test, loader=loader, required=required, call=call, fields=fields)
     else:
         fields = "\n".join([*_required(attribute, "{}=", docs), *_fields(attribute, loader, parameters, docs)])
@@ -210,8 +211,8 @@ def _fields(attribute: str, loader: str, parameters: list[inspect.Parameter], do
     return lines
 
 
-def _trainer_fields(kind: type) -> Iterator[str]:
-    """Yield the arguments of Subject that instances of the class have under usual names."""
+def _trainer_fields(kind: type) -> tuple[list[str], list[str]]:
+    """Return the arguments of Subject that instances have under usual names, and a todo for each uncertain call."""
     own = set(dir(kind))
     with suppress(OSError, TypeError):  # without its source, only its methods are known
         nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind))))
@@ -220,18 +221,28 @@ def _trainer_fields(kind: type) -> Iterator[str]:
     found = {field: name for field, names in PARTS.items() for name in reversed(names) if name in own}
     if not {"save", "resume"} <= found.keys():  # Subject needs both or neither
         found = {field: name for field, name in found.items() if field not in ("save", "resume")}
-    if "model" not in found:
-        yield "        model=trainer,  # or its attribute that has the model"
+    fields = [] if "model" in found else ["        model=trainer,  # or its attribute that has the model"]
+    todos = list[str]()
     for field, name in found.items():
         method = getattr(kind, name, None)
         if field not in ("train_step", "save", "resume") or not inspect.isfunction(method):
-            yield f"        {field}=trainer.{name},"
+            fields.append(f"        {field}=trainer.{name},")
             continue
         handed = re.findall(r"\w+", SIGNATURES[field])[1:4]  # without what it returns
-        parameters = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
-        given = [name if name in handed else handed[-1] for name in needed]
-        yield f"        {field}=lambda {', '.join(handed)}: trainer.{name}({', '.join(given)}),"
+        slots = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
+        needed = [p for p in slots if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        known = {p.name: p.name for p in needed if p.name in handed}
+        others = [p.name for p in needed if p.name not in handed]
+        if len(others) == 1 and handed[-1] not in known:  # the batch or the folder under another name
+            known[others.pop()] = handed[-1]
+        sure = not others and handed[-1] in known.values()
+        given = [f"{p.name}=" * (not sure or p.kind is p.KEYWORD_ONLY) + known.get(p.name, "...") for p in needed]
+        call, names = f"trainer.{name}({', '.join(given)})", ", ".join(handed)
+        if sure:
+            fields.append(f"        {field}=lambda {names}: {call},")
+        else:
+            todos += _todo(f'"{field}": ', f"{field}: a function of {names} that calls {call}", 8)
+    return fields, todos
 
 
 def _documented_fields() -> dict[str, str]:

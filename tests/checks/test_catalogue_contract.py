@@ -15,10 +15,7 @@ from pytest_fsdp_meta.catalogue import Verdict
 from pytest_fsdp_meta.checks.collectives.facts import FsdpGroup, RankCollectives
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
 from pytest_fsdp_meta.checks.simulation.facts import PhasePeak, RankSize, SimulatedSize, SimulatedStep, Traffic
-from pytest_fsdp_meta.evidence import (
-    Evidence,
-    SubjectFacts,
-)
+from pytest_fsdp_meta.evidence import Evidence, SubjectFacts
 from tests.checks.evidence_factory import (
     CATALOGUE,
     EMBEDDING,

@@ -58,10 +58,7 @@ def test_a_checkpoint_cannot_be_trained(check):
     assert (verdict(check, trained).status, verdict(check, trained).reason) == ("skipped", reason)
 
 
-@pytest.mark.parametrize(
-    ("factor", "label"),
-    [(2.0, "2"), (1 / 3, "1/3"), (1.04, "1.04"), (0.0, "0")],
-)
+@pytest.mark.parametrize(("factor", "label"), [(2.0, "2"), (1 / 3, "1/3"), (1.04, "1.04"), (0.0, "0")])
 def test_a_constant_factor_is_named(factor, label):
     found = verdict(PARITY, remeasured(healthy(), MIDDLE, factor))
     assert findings_of(found) == [(MIDDLE, (0, 1), f"gradient is {label} times the reference's", WITHIN, "")]

@@ -175,10 +175,7 @@ REPLICAS = "replicated over dp_replicate=2 as well (by fully_shard(mesh=...))"
 
 @pytest.mark.parametrize(
     ("mesh", "part", "expected"),
-    [
-        (HSDP, {"dp_shard": 2}, REPLICAS),
-        (TWO_D, {"tp": 2}, "sharded over dp_shard=2 as well"),
-    ],
+    [(HSDP, {"dp_shard": 2}, REPLICAS), (TWO_D, {"tp": 2}, "sharded over dp_shard=2 as well")],
 )
 def test_one_parameter_or_a_model_on_the_submesh(mesh, part, expected):
     actual = f"S(0) on mesh {next(iter(part))}=2"

@@ -45,6 +45,11 @@ class Trainer:
     def save(self, folder, step=0): ...
     def load(self, optimizer, path): ...
 
+class Uncertain(Trainer):
+    def train_step(self, images, *, labels, scale=1): ...
+    def save(self, folder, epoch): ...
+    def load(self, *, path): ...
+
 def from_rank(rank: int, world_size, local_rank, fsdp, dp: DeviceMesh, dev: torch.device | None): ...
 def positional(mesh, path, /, seed=0, *names): ...
 def doubtful(mesh: tuple, rank: str, device: list[torch.device], tp: DeviceMesh, pp: DeviceMesh): ...
@@ -146,10 +151,8 @@ def test_a_trainer_is_declared_by_what_it_has(repository: Project) -> None:
     assert "fill in 4 TODOs, as" in output
     require_clean(repository)
     (made,), (subject,) = calls(text, "Trainer"), calls(text, "Subject")
-    assert {one.arg: ast.unparse(one.value)[:9] for one in made.keywords} == {
-        "config": "todo('con",
-        "mesh": "fsdp.mesh",
-    }
+    shown = {one.arg: ast.unparse(one.value)[:9] for one in made.keywords}
+    assert shown == {"config": "todo('con", "mesh": "fsdp.mesh"}
     assert {one.arg: ast.unparse(one.value) for one in subject.keywords} == {
         "model": "trainer.net",
         "optimizer": "trainer.optim",
@@ -158,6 +161,11 @@ def test_a_trainer_is_declared_by_what_it_has(repository: Project) -> None:
         "resume": "lambda model, optimizer, folder: trainer.load(optimizer, folder)",
         None: "declared",
     }
+    output, text = init(repository, "Uncertain")
+    step = "train_step: a function of model, optimizer, batch that calls trainer.train_step(images=..., labels=...)"
+    save = "save: a function of model, optimizer, folder that calls trainer.save(folder=folder, epoch=...)"
+    assert [text for text in (step, save) if f": {text}\n" not in output] == []
+    assert "        resume=lambda model, optimizer, folder: trainer.load(path=folder),\n" in text
     _, text = init(repository, "Decoder")
     assert "        model=trainer,  # or its attribute that has the model\n" in text
     require_clean(repository)

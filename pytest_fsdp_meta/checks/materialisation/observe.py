@@ -274,7 +274,7 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
             raise SubjectError(
                 field,
                 f"it cannot be sent to the reference ({type(error).__name__}: {error}); it probably captures the "
-                "sharded model or a mesh: capture only paths and configs, and build everything else inside it",
+                "sharded model, fsdp or a process group: capture only paths and configs, and build the rest inside it",
             ) from error
     if subject.clip_grad_norm is not None:
         # Functions that clip often hold a mesh or a group. The reference then clips with torch's.

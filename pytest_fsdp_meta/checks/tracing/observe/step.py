@@ -31,14 +31,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import (
-    batch_slice,
-    has_rows,
-    loss_of,
-    model_splits,
-    rows_of_step,
-    scalar,
-)
+from pytest_fsdp_meta.ranks.batches import batch_slice, has_rows, loss_of, model_splits, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
