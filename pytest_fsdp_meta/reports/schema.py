@@ -430,5 +430,5 @@ def describe_kind(kind: str) -> str:
 
 
 def is_bad(loaders: Iterable[LoaderRecord]) -> bool:
-    """Return whether any check of the loaders needs a fix or was not run."""
-    return bool(how_many(count_kinds(loaders), BAD))
+    """Return whether a loader crashed, or any check needs a fix or was not run."""
+    return any(loader.is_crashed or how_many(count_kinds([loader]), BAD) for loader in loaders)

@@ -67,6 +67,7 @@ def test_other_tests_and_missing_loaders_that_are_allowed_are_named():
         (GOOD, Outcome(False, "1 loader missing", "regression"), "failed", "❌"),
         (GOOD, Outcome(True, PASSED, "any"), "passed", "✅"),
         (report(loader(checks={CHECK: DIFFERS})), Outcome(True, "1 differs", "any"), "differs", "🟡"),
+        (report(replace(loader(), error="it raised")), Outcome(True, "1 known failure", "any"), "known", "🟡"),
     ],
 )
 def test_page_and_summary_have_the_line_and_its_colour(made, outcome, state, sign):

@@ -318,9 +318,9 @@ class PageView:
             account = f"{what} · {account} · --fsdp-fail-on={outcome.fail_on}"
             return state_of(self.report), text[:1].upper() + text[1:], account
         if failures:
-            return "failed", failures + self._only_failing, f"{where} · {account}"
+            return state_of(self.report), failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
-            return "empty", "Nothing was judged", account
+            return state_of(self.report), "Nothing was judged", account
         if differing := list(dict.fromkeys(check.record.check for one in self.differing for check in one.checks)):
             verb = "differs" if len(differing) == 1 else "differ"
             return state_of(self.report), f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
