@@ -79,6 +79,12 @@ def comparable_training(view: View) -> Sequence[RankTraining]:
                 raise Unjudgeable(
                     f"batch({step}) on rank {rank} differs from the reference's; make batch(step) depend on step only"
                 )
+    trainable = any(t.requires_grad for t in view.reference_inventory.tensors)
+    if trainable and not reference.gradients and any(run.norm for run in runs):
+        raise Unjudgeable(
+            "Subject(loss=...) gives gradients on the ranks, and none in the reference: there it depends on another "
+            "model than its argument, such as a copy of the loaded one; compute it from the argument alone"
+        )
     return runs
 
 

@@ -86,6 +86,15 @@ def test_one_step_has_no_second():
     assert verdict(SECOND, frozen).reason == "nothing is trainable"
 
 
+def test_a_loss_of_another_model_than_its_argument():
+    evidence = on_runs(healthy(), None, norm=0.5)
+    found = verdict("loss_parity", replace(evidence, reference=replace(evidence.reference, gradients={})))
+    assert (found.status, found.reason.split(":")[0]) == (
+        "error",
+        "Subject(loss=...) gives gradients on the ranks, and none in the reference",
+    )
+
+
 # Clipping.
 
 
