@@ -41,14 +41,10 @@ def explain_pattern(tensor: TensorFacts, cases: Cases, odd: bool) -> Explanation
     if kind == "rounded":
         return {"cause": f"it was rounded through {by}", "remedy": f"read and compute it in {tensor.dtype} throughout"}
     if kind == "zeros":
-        if tensor.kind == "buffer" and tensor.persistent and not odd:
-            return _ZERO_BUFFER
-        return {**ZEROS, "remedy": _ODD_WHOLE["remedy"]} if odd else ZEROS
+        return _ZERO_BUFFER if tensor.kind == "buffer" and tensor.persistent and not odd else ZEROS
     if kind == "times":
         short = f"{float(by):.4g}"
         of_factor = f"it is {whole(float(by), 1e-3) or (by if short == '1' else short)} times the expected value"
-        if odd:
-            return {**_ODD_IN_PART, "cause": f"{of_factor}, on these ranks alone: {_SCALED}"}
         return {"cause": f"{of_factor}: {_SCALED}", "remedy": _UNSCALED}
     if kind == "plus":
         is_norm = tensor.kind == "parameter" and len(tensor.shape) == 1 and not tensor.name.endswith("bias")
@@ -88,6 +84,7 @@ def find_swapped(wrong: Mapping[str, Cases]) -> dict[str, str]:
     return {name: owners[key] for name, key in held.items() if owners.get(key, name) != name}
 
 
+IF_DRAWN = "if the loader draws it on purpose (a new head, training from scratch), declare Subject(drawn=...)"
 ZEROS: Explanation = {
     "cause": "it holds only zeros on these ranks: it was created or initialised with zeros (like the B of LoRA), and "
     "the weight was not loaded after that"
@@ -148,9 +145,15 @@ _OTHER_PART: Explanation = {
     "cause": "these ranks hold another part of the tensor: they read the slice of another rank",
     "remedy": "take the offset from the DTensor's own mesh coordinate",
 }
+_ALIKE: Explanation = {
+    "cause": "these ranks hold the numbers of another rank's part: it was drawn as a DTensor and not loaded after that "
+    "(on the CPU, torch then gives all ranks the same numbers), or they read the slice of another rank",
+    "remedy": f"load it, with the offset from the DTensor's own mesh coordinate; {IF_DRAWN}",
+}
 PATTERNS: Mapping[str, Explanation] = {
     "transposed": _TRANSPOSED,
     "elsewhere": _OTHER_PART,
+    "alike": _ALIKE,
     "reordered": _SHUFFLED,
     "close": _CLOSE,
     "part": _IN_PART,

@@ -36,8 +36,8 @@ MOST_ACTIVITIES = 3
 MOST_CAUSES = 20
 NOTES = {
     "even shards": "every shard was even, so padding was not tested; try a number of ranks that does not divide {}",
-    "equal vectors": "a loader that mixes up {} would pass, because their values are equal; draw norms and biases at "
-    "random, in the reference and in its checkpoint",
+    "equal vectors": "a loader that mixes up {} would pass, because their values are equal; unless they are copies on "
+    "purpose, draw norms and biases at random, in the reference and in its checkpoint",
     "one rate": "the schedule was compared at one rate, {}; pass more steps=, or let it change within them",
     "norms in eval": "{} stayed in eval() where results are compared: in train(), each rank has the statistics of its "
     "own rows",

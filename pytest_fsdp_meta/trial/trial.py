@@ -133,7 +133,7 @@ class Trial:
         return loaded
 
     def _observe(self, world: World, loader: Call, wanted: Collection[str], folder: Path) -> Evidence:
-        watch = sorted({"collectives", "draws", "memory"} & set(wanted))
+        watch = sorted({"collectives", "draws", "memory", "values"} & set(wanted))
         loaded = self._load_first(world, partial(_load, loader=loader, watch=watch))
         reference_world = self._single_rank_world("the reference")
         gpus, library = tuple(rank.gpu for rank in loaded), loaded[0].library

@@ -273,6 +273,7 @@ def test_collectives_of_which_none_is_recognised_as_fsdps_are_partly_checked(evi
     found = verdict(BUDGET, evidence)
     assert (found.status, found.why) == ("skipped", "partly checked")
     assert f"none of the {op}s could be attributed to FSDP2" in found.reason
+    assert ("set_requires_gradient_sync(False)" in found.reason) == (op == "reduce_scatter")
 
 
 @pytest.mark.parametrize(

@@ -448,6 +448,7 @@ ALL, MULTIPLE = (
     "of the first micro-batch, train_step dif",
 )
 OTHER, DIFFERENT = "train_step differentiates another loss", "the forward is correct and the backward is not"
+OWN_ROWS = "each rank computes the loss of its own rows only"
 SAME_VALUE = "of the first micro-batch, train_step's loss is that of Subject(loss=...)"
 
 
@@ -457,6 +458,7 @@ SAME_VALUE = "of the first micro-batch, train_step's loss is that of Subject(los
         ((1.0, 1.0), (1.0, 1.0, 0.0), {}, ALL),
         ((0.6, 0.6), (1.2, 0.5, 0.0), {}, MULTIPLE),
         ((0.6, 0.6), (1.0, 0.6, 0.5), {}, OTHER),
+        ((0.6, 0.6), (1.0, 0.6, 0.5, 1.2), {}, OWN_ROWS),
         ((0.5, 0.5), (1.0, 0.2, 0.5), {}, SAME_VALUE),
         ((0.6, 0.6), (1.0, 0.5, 0.0), {"loss_over_ranks": "same"}, MULTIPLE),
         ((0.6, 0.6), (1.0, 0.5, 0.0), {}, DIFFERENT),
@@ -471,7 +473,8 @@ def test_what_the_step_differentiates_explains_only_what_it_can(values, objectiv
     right = healthy().reference.losses[0]
     norms = tuple((float((number + 1) // 2), True) for number in range(2 * len(values) + 1))
     watched = FirstBackward(((0, 1), (1, 2))[: len(values)], tuple(right * value for value in values), norms)
-    tried = Objective(right * objective[0], *objective[1:])
+    whole = [(right * loss, 2.0) for loss in objective[3:]]
+    tried = Objective(right * objective[0], *objective[1:3], *whole)
     evidence = declare(on_runs(healthy(), None, first_backward=watched, objective=tried, rows=2), **declared)
     agrees = RankTrace(forward=(TracedCall(OUTPUT, "layers.0", compared=1, noise=1e-6),))
     evidence = replace(evidence, traces=(agrees, agrees))

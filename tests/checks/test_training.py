@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_fsdp_meta.checks.tracing.facts import RankTrace, TracedCall
 from pytest_fsdp_meta.evidence import Evidence, RankTraining
 from pytest_fsdp_meta.judging.gates import mean_losses
 from tests.checks.evidence_factory import (
@@ -45,6 +46,16 @@ LATER = (
     "the first forward and its gradients are correct, later losses are not: something changes between the steps, such "
     "as a buffer or a cache that the forward updates on each rank separately"
 )
+
+
+OWN_ROWS = "each rank computes the loss of its own rows only, with statistics of those rows"
+AGREES = RankTrace(forward=(TracedCall("output", "head", compared=1, noise=1e-6),))
+AT_ANOTHER_RATE = "the learning rate of step 1 is 0.1 on these ranks, and 0.2 in the reference: an undeclared scheduler"
+
+
+def at_rates(*rates: float) -> Evidence:
+    evidence = with_reference(healthy(1), rates=((0.2,),) * 3)
+    return replace(evidence, training=(replace(evidence.training[0], rates=tuple((rate,) for rate in rates)),))
 
 
 def losses(evidence: Evidence, *by_rank: tuple[float, ...]) -> Evidence:
@@ -194,6 +205,9 @@ def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
         (healthy(2, losses=(0.0, 1.0)), (2.0, 2.0), FORWARD),
         (healthy(2), (-4.0, -3.0, -2.5), FORWARD),
         (healthy(1), (2.0, 2.9, 2.5), LATER),
+        (replace(healthy(2), traces=(AGREES, AGREES)), (2.5, 2.0, 1.5), OWN_ROWS),
+        (at_rates(0.2, 0.1, 0.1), (2.0, 1.5, 1.2), AT_ANOTHER_RATE),
+        (at_rates(0.2, 0.2, 0.1), (2.0, 1.4, 1.2), LATER),
     ],
 )
 def test_a_whole_multiple_of_the_loss(evidence, curve, cause):

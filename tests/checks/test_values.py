@@ -54,7 +54,8 @@ def shapes(problem: str, should_be: str, shape: tuple[int, ...] | None = None) -
 
 LOAD_BY_NAME = (
     "load by name, into the parameters themselves (.to() may return a copy), and fail on missing and unexpected keys; "
-    "initialise before loading, never after"
+    "initialise before loading, never after; if the loader draws it on purpose (a new head, training from scratch), "
+    "declare Subject(drawn=...)"
 )
 
 
@@ -70,11 +71,12 @@ def patterned(evidence, name, kind, by="", ranks=None, **facts):
         ("", "", NOT_LOADED, ODD_WHOLE),
         ("zeros", "", ZEROS, ZEROS),
         ("rounded", "bfloat16", "it was rounded through bfloat16", ""),
-        ("times", "2", "it is 2 times the expected value: ", "it is 2 times the expected value, on these ranks alone"),
+        ("times", "2", "it is 2 times the expected value: ", ""),
         ("plus", "1", "every element is 1 more than expected: a constant", ""),
         ("plus", "-0.25", "every element is 0.25 less than expected: a constant was added", ""),
         ("transposed", "", "it is transposed, ", ""),
         ("elsewhere", "", "these ranks hold another part of the tensor", ""),
+        ("alike", "", "these ranks hold the numbers of another rank's part", ""),
         ("reordered", "", "it has the right values in another order: ", ""),
         ("close", "", "its wrong elements are close to the right ones", ODD_IN_PART),
         ("part", "", IN_PART, ODD_IN_PART),

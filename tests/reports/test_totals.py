@@ -220,7 +220,8 @@ def test_mistakes_that_values_and_sizes_hide_are_named() -> None:
     lines = [line for line, _ in describe_totals([*loaders, failing, loader_with("passed")])]
     assert [line for line in lines if "would pass" in line] == [
         "a loader that mixes up a.norm and 2 more of t.py::test_x and 1 more would pass, because their values are "
-        "equal; draw norms and biases at random, in the reference and in its checkpoint",
+        "equal; unless they are copies on purpose, draw norms and biases at random, in the reference and in its "
+        "checkpoint",
         "a loader that transposes experts.up (4, 8, 8) of t.py::test_x and 1 more would pass where the reference is "
         "converted by the same code, because they are square; let the intermediate size differ, as "
         "tiny_checkpoint(..., revealing=True) does",

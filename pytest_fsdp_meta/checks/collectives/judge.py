@@ -172,9 +172,9 @@ def collectives_within_budget(view: View) -> Iterable[Finding]:
     _require_known(ranks)
     for op in FSDP_OPS:
         if any(_unattributed(op, own) for own in ranks):
-            raise PartlyJudged(
-                f"none of the {op}s could be attributed to FSDP2; please report this, with your torch version"
-            )
+            off = "if set_requires_gradient_sync(False) did not turn them off, " * (op == "reduce_scatter")
+            report = f"{off}please report this, with your torch version"
+            raise PartlyJudged(f"none of the {op}s could be attributed to FSDP2; {report}")
     _note_reductions_in_low_precision(view, ranks)
 
 

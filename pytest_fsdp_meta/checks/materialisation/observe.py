@@ -83,14 +83,14 @@ class Loaded:
 def load(call: Call, watch: Collection[str] = ()) -> Loaded:
     """Call the loader under poison, check what it declares, and take the inventory.
 
-    ``watch`` has what to observe while the loader runs: "collectives", "draws", "memory".
+    ``watch`` has what to observe while the loader runs: "collectives", "draws", "memory"; draws also for "values".
     """
     rank = current()
     doing("loading")
     loader, values = call.unpack(rank)
     watch = set(watch).difference(lacking())
     recorder = Recorder() if "collectives" in watch else None
-    draws = DTensorDraws() if "draws" in watch else None
+    draws = DTensorDraws() if {"draws", "values"} & watch else None
     peak = Peak(rank.device) if "memory" in watch and MAPS.exists() else None
     with poisoned_memory() as poison, peak.measured() if peak else nullcontext():
         torch.manual_seed(SEED)

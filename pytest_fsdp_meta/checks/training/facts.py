@@ -236,6 +236,8 @@ class Objective:
     """The gradient that reaches the outputs of the author's first forward, in multiples of what reaches them here."""
     residual: float
     """How far it is from that multiple, as a fraction of its length."""
+    whole: tuple[float, float] = (math.nan, math.nan)
+    """The loss of all rows of the rank, and the norm of this rank's gradients after its backward."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Pattern:
     """What gives a wrong shard if it is done to the reference.
 
     Its ``kind`` is "zeros", "rounded" (through the dtype ``by``), "times" or "plus" (the number ``by``), "transposed",
-    "elsewhere" (the part of another place), "reordered"; or, if most of it is right, "close" or "part".
+    "elsewhere" (another place's part; "alike" if DTensors drew it), "reordered"; "close" or "part" if most is right.
     """
 
     kind: str

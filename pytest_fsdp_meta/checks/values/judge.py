@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, sharded_dim, splits_model
+from pytest_fsdp_meta.evidence import Comparison, TensorFacts, frozen_sources, splits_model
 from pytest_fsdp_meta.judging.causes import (
+    IF_DRAWN,
     OTHER_TENSOR,
     ROUNDING,
     ZEROS,
@@ -156,10 +157,7 @@ def _explain(tensor: TensorFacts, wrong: Cases, right: bool, all_differ: bool) -
         return _NONE_RIGHT
     if all_differ and not right:
         return _ALL_DIFFER
-    if wrong:
-        return explain_pattern(tensor, wrong, odd=True) if common_pattern(wrong)[0] else {}
-    sharded = any(sharded_dim(placement) is not None for placement in tensor.placements or ())
-    return _ODD_SHARDS if sharded else {}
+    return explain_pattern(tensor, wrong, odd=True) if wrong and common_pattern(wrong)[0] else {}
 
 
 _NONE_RIGHT: Explanation = {
@@ -172,10 +170,6 @@ _ALL_DIFFER: Explanation = {
     "some ranks received it, or received another part of it",
     "remedy": "initialise it from one seed on all ranks that hold it, or broadcast it after loading",
 }
-_ODD_SHARDS: Explanation = {
-    "cause": "these ranks read the slice of another rank, or only the first replica received the weight",
-    "remedy": "take the offset from the DTensor's own mesh coordinate, and load on every rank",
-}
 
 
 @values_check(
@@ -185,7 +179,7 @@ _ODD_SHARDS: Explanation = {
     cause="the weight was not loaded (it still has its initialisation), was loaded from another tensor or checkpoint, "
     "or was initialised again after loading",
     remedy="load by name, into the parameters themselves (.to() may return a copy), and fail on missing and unexpected "
-    "keys; initialise before loading, never after",
+    f"keys; initialise before loading, never after; {IF_DRAWN}",
     references=["NVIDIA-NeMo/Automodel#3597", "huggingface/transformers#46620", "speculators 0.4.0"],
 )
 def params_equal_reference(view: View) -> Iterable[Finding]:

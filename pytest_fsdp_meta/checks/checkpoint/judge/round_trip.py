@@ -194,12 +194,20 @@ def _not_restored(
             owner = _kept_beside(view, {rank: after[rank].tensors[name] for rank in others})
             inventory = view.evidence.inventory
             loaded = all(inventory[rank].by_name[name].digest == after[rank].tensors[name] for rank in others)
-            explanation = _of_another(owner) if owner else _AS_LOADED if loaded else _CHANGED
+            as_loaded = _NOT_SAVED if loaded and _restores(view, before, after) else _AS_LOADED
+            explanation = _of_another(owner) if owner else as_loaded if loaded else _CHANGED
             yield Finding(name, others, "different values after loading", SAVED, **explanation)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
         ranks = _changed_on(key, [rank.extra for rank in before], [rank.extra for rank in after])
         if ranks:
             yield Finding(key, ranks, "different state after loading", "the saved state", **_EXTRA_STATE)
+
+
+def _restores(view: View, before: Sequence[RankSaved], after: Sequence[RankSaved]) -> bool:
+    """Return whether a tensor that training has changed is restored."""
+    ranks = zip(view.evidence.inventory, before, after, strict=True)
+    tensors = ((one.by_name[n], new.tensors.get(n), old) for one, own, new in ranks for n, old in own.tensors.items())
+    return any(loaded.digest != old == new for loaded, new, old in tensors)
 
 
 def _kept_beside(view: View, loaded: Mapping[int, str]) -> str:
@@ -225,6 +233,10 @@ SAVED = "those of the model when it was saved"
 _UNTOUCHED: Explanation = {
     "cause": "saving leaves it out, or loading skips it: a filter of names, strict=False, a renamed key, copies that "
     "are not written back",
+}
+_NOT_SAVED: Explanation = {
+    "cause": "it has the values from before the training, and others are restored: save() leaves it out, as by a "
+    "filter of names, and resume() loads the weights that the training began with",
 }
 _AS_LOADED: Explanation = {
     "cause": "it has the values from before the training: save() writes copies that were made then, or resume() loads "
@@ -286,7 +298,7 @@ def diverging_names(view: View, before: Sequence[RankSaved]) -> list[str]:
     uses=["saved", "restored", "continued", "resumed"],
     after=[
         *(*EQUAL, "tied_weights_share_storage", "frozen_weights_stay_frozen", "state_dict_names_clean"),
-        *("requires_grad_matches_reference", "load_is_repeatable", "dcp_round_trip"),
+        *("requires_grad_matches_reference", "replicas_stay_equal", "load_is_repeatable", "dcp_round_trip"),
     ],
     why="The next run may have more or fewer ranks, and it continues with whatever values it reads.",
     cause="shards are saved by rank instead of by their place in the tensor, or resume() reads its own rank's file",

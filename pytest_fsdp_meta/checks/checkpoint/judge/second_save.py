@@ -29,7 +29,7 @@ class _Saves(NamedTuple):
     promise="a checkpoint that is saved after more training has the values of that moment, not those of an earlier one",
     needs=["inventory", "continued", "saved_again", "restored_again"],
     after=[
-        *(*SOUND, "frozen_weights_stay_frozen", "state_dict_names_clean", "load_is_repeatable"),
+        *(*SOUND, "frozen_weights_stay_frozen", "replicas_stay_equal", "state_dict_names_clean", "load_is_repeatable"),
         *("dcp_round_trip", "optimizer_owns_parameters", "optimizer_state_round_trip", "resume_parity"),
     ],
     why="The first checkpoint of a run is right, all later ones repeat it, and only resuming shows it.",

@@ -122,22 +122,28 @@ def trace_rank(traced: TracedReference, trained: Collection[str], folder: str) -
 
 
 def observe_objective(trained: Collection[str], folder: str) -> Objective:
-    """Run ``Subject(loss=...)`` on the first micro-batch of the author's first step, with the loaded weights."""
+    """Run ``Subject(loss=...)`` on the first micro-batch of the author's first step and on all rows, as loaded."""
     rank = current()
     subject, (author, samples, modes) = loaded_subject(rank), rank.state[FIRST_BACKWARD]
     rows = rows_of_step(subject, 0, batch_slice(subject, rank), rank.device)
     piece = {key: value[slice(*author.pieces[0])] if has_rows(value) else value for key, value in rows.items()}
-    watch = BackwardWatch(subject.model, piece)
+    watches = [BackwardWatch(subject.model, part) for part in (piece, rows)]
+    losses: list[float] = []
     doing("running Subject(loss=...) on rows of the first step")
     now = [(module, module.training) for module, _ in modes]
     try:
         for module, training in modes:  # the step may leave others behind
             module.training = training
         loaded = _loaded_values(subject.model, trained, Record(record_at(folder, "values")))
-        with loaded, comparable_modes(subject.model), watch.watching():
-            seed_all(SEED)
-            loss = loss_of(subject, piece)
-            loss.backward()
+        with loaded, comparable_modes(subject.model):
+            for part, watch in zip((piece, rows), watches, strict=True):
+                drop_gradients(subject.model)
+                seed_all(SEED)
+                with watch.watching():
+                    loss = loss_of(subject, part)
+                    loss.backward()
+                watch.note_gradients()
+                losses.append(scalar(loss))
     except Exception as error:
         raise NotTraceable(describe_cause(error)) from error
     finally:
@@ -145,7 +151,8 @@ def observe_objective(trained: Collection[str], folder: str) -> Objective:
         reshard(subject.model)
         for module, training in now:
             module.training = training
-    return Objective(scalar(loss), *_multiple(samples, watch.samples))
+    norm, _ = watches[1].observed().norms[0]
+    return Objective(losses[0], *_multiple(samples, watches[0].samples), (losses[1], norm))
 
 
 def _multiple(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, float]:

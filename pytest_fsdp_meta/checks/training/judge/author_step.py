@@ -39,6 +39,9 @@ def explain_objective(
     total, expected = _total(view, runs, seen), (view.reference.losses or (math.nan,))[0]
     ratio = total / expected if expected else math.nan
     allowed, multiples = max(SAME, tolerance(view, GRADIENT_TOLERANCE)), 0
+    differs = abs(ratio - 1) > 3 * tolerance(view, LOSS_TOLERANCE)
+    if differs and not right and not whole(ratio, SAME) and (of_own_rows := _explain_own_rows(view, runs)):
+        return of_own_rows
     for run, own in zip(runs, seen, strict=True):
         tried = run.objective
         if tried is None or not math.isfinite(tried.residual + tried.loss + own.values[0]):
@@ -54,13 +57,11 @@ def explain_objective(
         times = tried.factor / value
         # A loss that every rank returns for all may be reduced in one of the two places only.
         if abs(times - 1) > allowed and view.evidence.subject.loss_over_ranks != "same":
-            if factor is None or not abs(times * ratio - factor) <= SAME * abs(factor):
-                return {}
-            cause = f"the gradient that train_step starts from is {times:.3g} times that of its loss"
-            return {**_DETACHED, "cause": cause}
+            explains = factor is not None and abs(times * ratio - factor) <= SAME * abs(factor)
+            return _DETACHED if explains else {}
         multiples += 1
     is_wrong = factor is not None and abs(ratio - factor) <= abs(factor - 1) / 10  # it explains what is wrong
-    if not is_wrong and not abs(ratio - 1) > 3 * tolerance(view, LOSS_TOLERANCE):
+    if not is_wrong and not differs:
         return {}
     for run, own in zip(runs, seen, strict=True):
         if own.pieces and sorted(row for piece in own.pieces for row in range(*piece)) != [*range(run.rows)]:
@@ -70,22 +71,52 @@ def explain_objective(
     if is_wrong and (text := whole(ratio, SAME)):
         return _explain_constant(view, runs, text, len(seen[0].values))
     # A forward that departs adds up to another loss as well, and so does the scale of a GradScaler.
-    states = {one.state for one in follow_step(view.evidence.traces or ())[0]}
-    if right or multiples < len(runs) or states != {AGREE} or not 1 / 16 < ratio < 16:
+    if right or multiples < len(runs) or not _forward_agrees(view) or not 1 / 16 < ratio < 16:
         return {}
     return {
         "cause": "of the first micro-batch, train_step differentiates a multiple of Subject(loss=...), and in all "
         f"{total:.5g} for {expected:.5g}: each micro-batch or rank is divided by its own count, such as its labels, or "
-        "has its own statistic; or a later one has another loss",
+        "has its own statistic; or a later one has another loss; or all are scaled by a constant",
         "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks",
     }
 
 
+def _explain_own_rows(view: View, runs: Sequence[RankTraining]) -> Explanation:
+    """Return the explanation if the loss of each rank is ``Subject(loss=...)`` of its rows, and its forward is right.
+
+    Without a step of the author's, it always is. Of one, the losses add up to it, and the gradients have its norm.
+    """
+    alone = view.evidence.subject.loss_over_ranks != "mean" or not 1 < len(runs) == runs[0].data_parallel[1]
+    if alone or not _forward_agrees(view):
+        return {}
+    for own, tried in ((run.first_backward, run.objective) for run in runs):
+        if own is not None:
+            loss, norm = (math.nan, math.nan) if tried is None else tried.whole
+            apart, largest = abs(math.fsum(own.values) - loss), max(map(abs, (*own.values, loss)))
+            if not (apart <= SAME * largest and abs(own.norms[-2][0] - norm) <= SAME * norm):
+                return {}
+    return _OWN_ROWS
+
+
+def _forward_agrees(view: View) -> bool:
+    # Where a forward depends on the other rows, as by statistics of a batch, the noise has the difference of slices.
+    calls, most = follow_step(view.evidence.traces or ())[0], tolerance(view, GRADIENT_TOLERANCE)
+    return bool(calls) and all(one.state == AGREE and one.call.distance <= most for one in calls)
+
+
+_OWN_ROWS: Explanation = {
+    "cause": "each rank computes the loss of its own rows only, with statistics of those rows (a mean, deviation or "
+    "count, or rows to contrast with): the forward is right, and the mean of these losses is not the loss of all rows",
+    "remedy": "compute the statistics over the rows of all ranks; or, if those of a rank are meant, let "
+    "Subject(loss=...) take the mean over blocks of as many rows as a rank has",
+}
+
+
 def explain_returned(view: View, runs: Sequence[RankTraining], returned: float) -> Explanation:
-    """Return the explanation if what the first step differentiates adds up to the right loss; {} if it does not."""
+    """Return why the right loss is differentiated and not returned, or why it is that of own rows only; {} if not."""
     total, expected = _total(view, runs, _watched(runs)), (view.reference.losses or (math.nan,))[0]
     if not abs(total - expected) < abs(returned - expected) / 10:
-        return {}
+        return _explain_own_rows(view, runs)
     cause = f"what train_step differentiates adds up to the right loss ({total:.5g}), and it returns another number"
     return {"cause": cause, "remedy": "return the mean of the loss over all the rows that train_step gets"}
 
@@ -127,14 +158,9 @@ def _explain_constant(view: View, runs: Sequence[RankTraining], text: str, backw
     return {
         "cause": f"{said} ({number} is {both})" if both else said,
         "cause_alone": f"{said} ({number} is {of_step})" if of_step else said,
-        "remedy": _SCALE_ONCE,
+        "remedy": "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average "
+        "over the ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor",
     }
-
-
-_SCALE_ONCE = (
-    "scale it once: accelerate's backward() divides by gradient_accumulation_steps, FSDP and DDP average over the "
-    "ranks, and a loss that is divided by the tokens of all needs the number of ranks as a factor"
-)
 
 
 def _unlike_backwards(seen: Sequence[FirstBackward]) -> Explanation:

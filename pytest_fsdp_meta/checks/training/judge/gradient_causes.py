@@ -8,7 +8,7 @@ from math import prod, sqrt
 from statistics import median_low
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
-from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_settings, find_place
 from pytest_fsdp_meta.checks.training.judge.author_step import CLIP_ONCE, explain_scale, unless_by_author
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
@@ -20,15 +20,10 @@ from pytest_fsdp_meta.judging.view import View, ranks_by
 
 
 def explain_module(view: View) -> Explanation:
-    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does.
-
-    If nothing departs by more than rounding, a number that modules have otherwise may explain them.
-    """
+    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does."""
     traces = view.evidence.traces
     place = find_place(traces) if traces and not traces[0].step else None
-    if place is None:
-        return explain_numbers(traces)
-    if place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
+    if place is None or place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
         return {}  # with neither, it departs where there is a loss already
     return explain_settings(traces) or add_precision(view, _OTHER_MODULE)
 
@@ -41,8 +36,10 @@ def explain_factor(view: View, runs: Sequence[RankTraining], name: str, factor: 
         return explain_uneven_backwards(view) or unless_by_author(view, {"cause": CONSTANT, "remedy": _UNSCALED})
     counted = f"({number} is {meaning})"
     if not divides(factor):
-        of_expert = any(is_expert(tensor) for _, tensor in view.holders(name))
-        cause, remedy = f"summed instead of averaged {counted}", _DIVIDE_EXPERTS if of_expert else _AVERAGE
+        facts = [tensor for _, tensor in view.holders(name)]
+        keep = "keep FSDP2's default gradient divide factor, " * any(t.managed is not None for t in facts)
+        remedy = _DIVIDE_EXPERTS if any(map(is_expert, facts)) else keep + _AVERAGE
+        cause = f"summed instead of averaged {counted}"
     elif (over := view.evidence.subject.loss_over_ranks) != "mean":
         cause = (
             f"divided once too often {counted}: what the ranks differentiate adds up "
@@ -90,8 +87,7 @@ CONSTANT = (
 )
 _UNSCALED = "check loss scaling, gradient accumulation and the gradient divide factor"
 _AVERAGE = (
-    "average gradients over the data-parallel ranks (keep FSDP2's default gradient divide factor), and count the "
-    "gradients of ranks that see the same rows only once"
+    "average gradients over the data-parallel ranks, and count the gradients of ranks that see the same rows only once"
 )
 _DIVIDE_EXPERTS = (
     "divide the gradients of experts by the number of all data-parallel ranks, whose rows reach them, and not by that "

@@ -10,6 +10,7 @@ from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
 from pytest_fsdp_meta.checks.training.judge.author_step import explain_objective, explain_returned, unless_by_author
 from pytest_fsdp_meta.checks.training.judge.buffers import explain_buffers
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
+from pytest_fsdp_meta.checks.training.judge.second_step import explain_rates
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.expectations import sequence_places
@@ -135,7 +136,7 @@ def _report_disagreement(
         f"{theirs}, as on rank {other}, {why}",
         f"losses {format_losses(losses)}; rank {other} {format_losses(runs[other].losses)}",
         step=step,
-        **(_explain_not_global(runs, step) if declared_same else _DIVERGED if step else _IN_PARTS),
+        **(_NOT_GLOBAL if declared_same else _DIVERGED if step else _IN_PARTS),
     )
 
 
@@ -156,27 +157,19 @@ _IN_PARTS: Explanation = {
     "plan; if they see different parts of the sequence, name that mesh dimension cp",
 }
 _NOT_GLOBAL: Explanation = {
-    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows",
+    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows, or of some ranks'",
     "remedy": "reduce the loss over all data-parallel ranks before it is returned, or declare "
     'Subject(loss_over_ranks="mean") or "sum"',
 }
-
-
-def _explain_not_global(runs: Sequence[RankTraining], step: int) -> Explanation:
-    """Name the groups of ranks with one loss, if some have ranks with different rows."""
-    by_loss = grouped((run.losses[step], rank) for rank, run in enumerate(runs))
-    if not any(len({runs[rank].data_parallel for rank in ranks}) > 1 for ranks in by_loss.values()):
-        return _NOT_GLOBAL
-    groups = " and one on ".join(map(name_ranks, by_loss.values()))
-    cause = f"the loss is reduced over some of the data-parallel ranks only: one loss is on {groups}"
-    return {**_NOT_GLOBAL, "cause": cause}
 
 
 def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        known = uneven or explain_plain_reference(view) or explain_buffers(view, runs)
+        earlier = [replace(run, rates=run.rates[:first]) for run in runs]
+        by_rate = explain_rates(view, earlier, range(len(runs)))
+        known = uneven or by_rate or explain_plain_reference(view) or explain_buffers(view, runs)
         return known or add_precision(view, _STATE_BETWEEN_STEPS)
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS

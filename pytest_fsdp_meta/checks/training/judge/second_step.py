@@ -94,8 +94,8 @@ def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]
     differ = f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the reference"
     if "scheduler" not in view.evidence.subject.declared:
         return {
-            "cause": f"{differ}: train_step, or a hook of the optimizer's step, sets it",
-            "remedy": "set it by a scheduler, alike on all ranks, and declare that in Subject(scheduler=...)",
+            "cause": f"{differ}: an undeclared scheduler, train_step or a hook of the optimizer's step sets it",
+            "remedy": "set it by a scheduler, alike on all ranks, and declare it: Subject(scheduler=...)",
         }
     how = "at other times, or once per rank, or it schedules an optimizer that was replaced"
     if later := next((n for n in range(step + 1, len(rates)) if _equal_rates(actual, rates[n])), 0):

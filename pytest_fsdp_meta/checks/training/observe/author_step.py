@@ -138,7 +138,7 @@ def on_any_rank(flag: bool) -> bool:
 
 
 _NEVER = "call step() of the optimizer that it gets; a GradScaler skips it after an overflow (lower its init_scale)"
-_TOO_OFTEN = "one call gets the rows of one step, with all its micro-batches"
+_TOO_OFTEN = "declare one update: a train_step that makes one optimizer step of its rows, with all its micro-batches"
 
 
 def _describe_no_loss(loss: object) -> str:

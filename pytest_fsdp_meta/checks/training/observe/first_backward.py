@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -76,7 +77,10 @@ class BackwardWatch:
         """Return what was seen: the pieces only if the rows of each forward are known, and each has a backward."""
         pieces = [piece for piece in self._pieces if piece is not None]
         rows = {len(value) for value in self._rows.values() if has_rows(value)}
-        known = len(rows) == 1 and len(pieces) == len(self._pieces) == len(self._values)
+        known = len(rows) == 1 and len(pieces) == len(self._pieces)
+        if len(pieces) > len(self._values):  # several forwards of the same rows, as of two views, for one backward
+            pieces = [piece for piece, _ in groupby(pieces)]
+        known = known and len(pieces) == len(self._values)
         return FirstBackward(tuple(pieces) if known else (), tuple(self._values), tuple(self._norms))
 
     def __deepcopy__(self, _: object) -> BackwardWatch:
