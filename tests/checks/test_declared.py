@@ -186,10 +186,21 @@ def test_every_rank_returns_the_same_loss_if_declared():
 
 def test_a_loss_that_is_reduced_over_some_ranks_only():
     one, other = (1.0, 1.5, 1.25), (3.0, 1.5, 1.25)
-    evidence = with_losses(healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), one, one, other, other)
-    (found,) = verdict(PARITY, declare(evidence, loss_over_ranks="same")).findings
-    assert found.ranks == (2, 3)
-    assert found.cause.startswith("the loss is not reduced over all ranks: ")
+    cause = (
+        "the loss is reduced over some of the data-parallel ranks only: one loss is on ranks 0, 1 and one on ranks 2, 3"
+    )
+    for losses, ranks, expected in [
+        ((one, one, other, other), [(2, 3)], cause),
+        (
+            (one, other, (2.0, 1.5, 1.25), (4.0, 1.5, 1.25)),
+            [(1,), (2,), (3,)],
+            "the loss is not reduced over all ranks",
+        ),
+    ]:
+        evidence = with_losses(healthy(mesh={"dp_replicate": 2, "dp_shard": 2}), *losses)
+        found = verdict(PARITY, declare(evidence, loss_over_ranks="same")).findings
+        assert [finding.ranks for finding in found if "as on rank 0" in finding.expected] == ranks
+        assert found[0].cause.startswith(expected)
 
 
 @pytest.mark.parametrize("mesh", [CP, FLATTENED, OWN_NAME])

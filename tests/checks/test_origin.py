@@ -12,6 +12,7 @@ from pytest_fsdp_meta.checks.tracing.facts import Departure, ModuleFacts, OtherS
 from pytest_fsdp_meta.checks.tracing.judge import (
     Place,
     describe_origin,
+    explain_numbers,
     explain_settings,
     find_place,
     follow_step,
@@ -213,6 +214,26 @@ def with_other_settings(module, departing):
 )
 def test_a_setting_of_the_module_where_it_starts_explains_it(module, cause):
     assert explain_settings(with_other_settings(module, since(("output", "block.mlp")))).get("cause") == cause
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "cause"),
+    [
+        (
+            {"embed": DIFFERENT[:1], "head": DIFFERENT[:1]},
+            f"embed and 1 more are configured differently: {DIFFERENT[0]}",
+        ),
+        ({"embed": DIFFERENT[:1]}, f"embed is configured differently: {DIFFERENT[0]}"),
+        ({"embed": DIFFERENT[:1], "head": (OtherSetting("eps", "0.3", "0.2", number=True),)}, None),
+        ({"embed": (OtherSetting("kind", "a", "b"),)}, None),
+    ],
+    ids=["alike", "one", "not alike", "no number"],
+)
+def test_where_nothing_departs_a_number_that_modules_have_otherwise_may_explain_it(otherwise, cause):
+    facts = {**FACTS, **{name: replace(FACTS[name], otherwise=settings) for name, settings in otherwise.items()}}
+    assert explain_numbers([replace(one, modules=facts) for one in both({})]).get("cause") == cause
+    departing = [replace(one, modules=facts) for one in both(since(("output", "block.mlp")))]
+    assert explain_numbers(departing) == {}, "there is a place"
 
 
 def test_where_nothing_departs_the_one_module_whose_tensors_differ_is_asked():

@@ -55,8 +55,8 @@ def drawn_weights_are_one_draw(view: View) -> Iterable[Finding]:
     frozen = list(_frozen(view, varied))
     yield from frozen
     if not frozen and len(varied) < 2 and not tested and all(len(parts) < 2 for parts in varied.values()):
-        constant = "every drawn weight is constant" if found and not varied else "every rank holds the same part"
-        raise NotJudged(f"{constant} (first: {next(iter(found))})" if found else "no rank holds elements of them")
+        why = "every drawn weight is constant" if not varied else "ranks hold no different parts"
+        raise NotJudged(f"{why} (first: {next(iter(found))})" if found else "no rank holds elements of them")
     unknown: list[str] = []
     yield from _equal_parts(view, varied, unknown)
     yield from _equal_tensors(varied, bool(view.evidence.subject.stages))

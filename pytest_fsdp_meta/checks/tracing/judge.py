@@ -25,7 +25,7 @@ from pytest_fsdp_meta.checks.tracing.facts import (
     TracedCall,
 )
 from pytest_fsdp_meta.judging.findings import Explanation
-from pytest_fsdp_meta.text import grouped, name_ranks
+from pytest_fsdp_meta.text import first_of, grouped, name_ranks
 
 PARTS = 0.05
 """Fraction of a departure that parts of a sum may leave: what they add up to is then the reference's tensor."""
@@ -196,6 +196,23 @@ def explain_settings(traces: Sequence[RankTrace] | None, tensors: Iterable[str] 
         return {}
     texts = "; ".join(map(str, settings[:SETTINGS]))
     return {"cause": f"{module or 'the model'} is configured differently: {texts}", **_CONFIGURE}
+
+
+def explain_numbers(traces: Sequence[RankTrace] | None) -> Explanation:
+    """Explain a difference that starts in no module by a number that some modules have otherwise, all alike; else {}.
+
+    In low precision, another epsilon changes what each norm returns by little more than rounding does.
+    """
+    if not traces or traces[0].step or find_place(traces) is not None:
+        return {}
+    modules = [(name, facts.otherwise) for trace in traces for name, facts in trace.modules.items()]
+    # Other settings may say how something is computed, and not what.
+    numbers = [(name, setting) for name, settings in modules for setting in settings if setting.number]
+    if len({setting for _, setting in numbers}) != 1:
+        return {}
+    names = list(dict.fromkeys(name for name, _ in numbers))
+    are = "is" if len(names) == 1 else "are"
+    return {"cause": f"{first_of(names)} {are} configured differently: {numbers[0][1]}", **_CONFIGURE}
 
 
 _CONFIGURE: Explanation = {

@@ -57,8 +57,10 @@ def explain_objective(
         times = tried.factor / value
         # A loss that every rank returns for all may be reduced in one of the two places only.
         if abs(times - 1) > allowed and view.evidence.subject.loss_over_ranks != "same":
-            explains = factor is not None and abs(times * ratio - factor) <= SAME * abs(factor)
-            return _DETACHED if explains else {}
+            if factor is None or not abs(times * ratio - factor) <= SAME * abs(factor):
+                return {}
+            cause = f"the gradient that train_step starts from is {times:.3g} times that of its loss"
+            return {**_DETACHED, "cause": cause}
         multiples += 1
     is_wrong = factor is not None and abs(ratio - factor) <= abs(factor - 1) / 10  # it explains what is wrong
     if not is_wrong and not differs:
@@ -76,7 +78,7 @@ def explain_objective(
     return {
         "cause": "of the first micro-batch, train_step differentiates a multiple of Subject(loss=...), and in all "
         f"{total:.5g} for {expected:.5g}: each micro-batch or rank is divided by its own count, such as its labels, or "
-        "has its own statistic; or a later one has another loss; or all are scaled by a constant",
+        "has its own statistic; or a later one has another loss",
         "remedy": "divide by what Subject(loss=...) divides by, counted over all micro-batches and ranks",
     }
 

@@ -8,7 +8,7 @@ from math import prod, sqrt
 from statistics import median_low
 
 from pytest_fsdp_meta.checks.sharding.facts import is_expert, splits_batch, splits_model
-from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_settings, find_place
+from pytest_fsdp_meta.checks.tracing.judge import FORWARD, explain_numbers, explain_settings, find_place
 from pytest_fsdp_meta.checks.training.judge.author_step import CLIP_ONCE, explain_scale, unless_by_author
 from pytest_fsdp_meta.evidence import Comparison, RankTraining
 from pytest_fsdp_meta.judging.causes import Cases
@@ -20,10 +20,15 @@ from pytest_fsdp_meta.judging.view import View, ranks_by
 
 
 def explain_module(view: View) -> Explanation:
-    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does."""
+    """Explain losses and gradients by the module in whose forward the first step departs; return {} if none does.
+
+    If nothing departs by more than rounding, a number that modules have otherwise may explain them.
+    """
     traces = view.evidence.traces
     place = find_place(traces) if traces and not traces[0].step else None
-    if place is None or place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
+    if place is None:
+        return explain_numbers(traces)
+    if place.phase != FORWARD or not (place.module or (place.before and place.before[1])):
         return {}  # with neither, it departs where there is a loss already
     return explain_settings(traces) or add_precision(view, _OTHER_MODULE)
 

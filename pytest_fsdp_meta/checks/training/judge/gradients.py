@@ -81,6 +81,8 @@ def grad_parity(view: View) -> Iterable[Finding]:
         origin = describe_origin(view.evidence.traces)
         if departing and departing <= view.tied_over_stages:
             found = [finding.explained_by(_TIED_OVER_STAGES) for finding in found]
+        elif before := [*_scaled_below_the_bound(view, runs)]:
+            found = [*before, *(finding.explained_by(before[0].explanation) for finding in found)]
         elif configured := explain_settings(view.evidence.traces, departing):
             found = [finding.explained_by(configured) for finding in found]
         elif module := explain_module(view):
@@ -118,8 +120,7 @@ def _scaled_before_clipping(view: View, runs: Sequence[RankTraining]) -> Iterato
     if (factor := _factor_before_clipping(view, runs)) is not None:
         detail = "the clipped ones are equal, as long as their norm exceeds the bound"
         explanation = explain_step(view, runs, factor) or UNKNOWN_STEP
-        before = f"gradients before clipping are {whole(factor, SCALED) or f'{factor:.3g}'} times the reference's"
-        yield Finding(None, tuple(range(len(runs))), before, "equal", detail, step=0, **explanation)
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, step=0, **explanation)
 
 
 def _factor_before_clipping(view: View, runs: Sequence[RankTraining]) -> float | None:
@@ -157,6 +158,30 @@ def _common_factor(measures: Sequence[Measure]) -> tuple[float, float]:
     factor = math.fsum(measure.dot for measure in measures) / square
     others = math.fsum(measure.actual**2 for measure in measures) - factor**2 * square
     return factor, math.sqrt(max(others, 0.0) / square)
+
+
+def _describe_before(factor: float) -> str:
+    power = 2.0 ** round(math.log2(factor))
+    if power >= 1024 and abs(factor - power) <= SCALED * power:  # the scale of a GradScaler
+        return f"gradients before clipping are {power:.0f} times the reference's"
+    return f"gradients before clipping are {whole(factor, SCALED) or f'{factor:.3g}'} times the reference's"
+
+
+def _scaled_below_the_bound(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report what the gradients were before clipping, if that alone explains those after it.
+
+    Their norm is then below the bound, to which the reference clips.
+    """
+    bound, norm = view.evidence.subject.max_grad_norm, view.reference.norm_before_clipping
+    if bound is None or norm is None or (factor := _factor_before_clipping(view, runs)) is None:
+        return
+    if not 0 < factor * norm < bound < norm:
+        return
+    left, _ = _common_factor([c.measure for run in runs for c in run.gradients if c.measure is not None])
+    if abs(left * bound / (factor * norm) - 1) <= 2 * SCALED:
+        detail = f"their norm is below max_grad_norm={bound:g}, to which the reference clips"
+        explanation = explain_step(view, runs, factor) or UNKNOWN_STEP
+        yield Finding(None, tuple(range(len(runs))), _describe_before(factor), "equal", detail, **explanation)
 
 
 def _wrong_gradients(view: View, runs: Sequence[RankTraining], known: Explanation | None) -> Iterator[Finding]:

@@ -136,7 +136,7 @@ def _report_disagreement(
         f"{theirs}, as on rank {other}, {why}",
         f"losses {format_losses(losses)}; rank {other} {format_losses(runs[other].losses)}",
         step=step,
-        **(_NOT_GLOBAL if declared_same else _DIVERGED if step else _IN_PARTS),
+        **(_explain_not_global(runs, step) if declared_same else _DIVERGED if step else _IN_PARTS),
     )
 
 
@@ -157,10 +157,20 @@ _IN_PARTS: Explanation = {
     "plan; if they see different parts of the sequence, name that mesh dimension cp",
 }
 _NOT_GLOBAL: Explanation = {
-    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows, or of some ranks'",
+    "cause": "the loss is not reduced over all ranks: each rank returns the loss of its own rows",
     "remedy": "reduce the loss over all data-parallel ranks before it is returned, or declare "
     'Subject(loss_over_ranks="mean") or "sum"',
 }
+
+
+def _explain_not_global(runs: Sequence[RankTraining], step: int) -> Explanation:
+    """Name the groups of ranks with one loss, if some have ranks with different rows."""
+    by_loss = grouped((run.losses[step], rank) for rank, run in enumerate(runs))
+    if not any(len({runs[rank].data_parallel for rank in ranks}) > 1 for ranks in by_loss.values()):
+        return _NOT_GLOBAL
+    groups = " and one on ".join(map(name_ranks, by_loss.values()))
+    cause = f"the loss is reduced over some of the data-parallel ranks only: one loss is on {groups}"
+    return {**_NOT_GLOBAL, "cause": cause}
 
 
 def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowed: float) -> Explanation:
