@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
-from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.validation import (
     LOSS_OVER_RANKS,
     SIGNATURES,
@@ -19,7 +18,7 @@ from pytest_fsdp_meta.loader.validation import (
     check_fields,
     parse_placements,
 )
-from pytest_fsdp_meta.text import did_you_mean
+from pytest_fsdp_meta.text import describe_nearest, did_you_mean
 from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:

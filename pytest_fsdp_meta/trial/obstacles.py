@@ -22,9 +22,8 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
-from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.text import name_ranks, names_in
+from pytest_fsdp_meta.text import describe_nearest, name_ranks, names_in
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.memory.facts import COPIES, RankMemory
 from pytest_fsdp_meta.ranks.adapters.dtensor import own_memory
-from pytest_fsdp_meta.ranks.inventory import unwrapped
+from pytest_fsdp_meta.ranks.inventory import MappedFiles, unwrapped
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
-from pytest_fsdp_meta.ranks.mapped import MappedFiles
 from pytest_fsdp_meta.ranks.torch_private import operator_name
 from pytest_fsdp_meta.ranks.watching import tensors_in
 

@@ -21,11 +21,11 @@ from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import loss_of
+from pytest_fsdp_meta.ranks.bits import is_low
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.modes import comparable_modes
 from pytest_fsdp_meta.ranks.module_watch import RunningModule
-from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.torch_private import base_of, fsdp_groups, is_compiled
 from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.text import first_line, grouped

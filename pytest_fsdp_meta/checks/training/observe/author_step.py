@@ -30,6 +30,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, rows_of_step
+from pytest_fsdp_meta.ranks.bits import COMPUTED
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import (
     before_steps,
@@ -41,7 +42,6 @@ from pytest_fsdp_meta.ranks.joined_optimizer import (
 from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
-from pytest_fsdp_meta.ranks.precision import COMPUTED
 from pytest_fsdp_meta.text import counted, first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 

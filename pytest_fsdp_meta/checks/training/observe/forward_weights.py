@@ -19,8 +19,8 @@ from pytest_fsdp_meta.checks.training.facts import ForwardWeights, StaleWeight
 from pytest_fsdp_meta.checks.values.observe import all_equal
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import loss_of
+from pytest_fsdp_meta.ranks.bits import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.inventory import named_modules, named_tensors
-from pytest_fsdp_meta.ranks.precision import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.torch_private import ManagedWeight, managed_weights, sequence_number
 from pytest_fsdp_meta.ranks.watching import takes_hooks
 from pytest_fsdp_meta.text import clean_name

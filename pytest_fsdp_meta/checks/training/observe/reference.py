@@ -20,7 +20,6 @@ from pytest_fsdp_meta.checks.training.observe.beside import declare_beside
 from pytest_fsdp_meta.checks.training.observe.given import give_state, set_values
 from pytest_fsdp_meta.checks.values.observe import all_equal, own_values_of
 from pytest_fsdp_meta.evidence import PartFacts, RankInventory, ReferenceFacts, TensorFacts
-from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, plain
@@ -36,6 +35,7 @@ from pytest_fsdp_meta.ranks.reference_record import (
     without_repetition,
     write_record,
 )
+from pytest_fsdp_meta.text import describe_nearest
 from pytest_fsdp_meta.worlds import SEED, current, doing, forward_warnings
 
 

@@ -34,9 +34,15 @@ from pytest_fsdp_meta.checks.training.observe.first_batch_again import (
 )
 from pytest_fsdp_meta.checks.training.observe.given import give_buffers, set_values
 from pytest_fsdp_meta.checks.training.observe.gradients import ReferenceClipping, gradient_norm
-from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
+from pytest_fsdp_meta.checks.training.observe.movement import (
+    BUFFERS,
+    gradient_noise,
+    parameters_of,
+    root_mean_square,
+    snapshots_after,
+    whole_gradients,
+)
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
-from pytest_fsdp_meta.checks.training.observe.snapshots import BUFFERS, parameters_of, snapshots_after, whole_gradients
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_since
 from pytest_fsdp_meta.evidence import ReferenceFacts
