@@ -28,13 +28,15 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.trial.checkpoints import (
     Recorded,
+    read_epoch,
     record_saved,
     reshard_all,
     reshard_model,
     restored_if_deleted,
+    resume_epoch,
+    resume_last_epoch,
     save_over,
 )
-from pytest_fsdp_meta.trial.epochs import read_epoch, resume_epoch, resume_last_epoch
 from pytest_fsdp_meta.trial.giving import describe_size, other_size
 from pytest_fsdp_meta.trial.observations import ObservationRun
 from pytest_fsdp_meta.trial.obstacles import (

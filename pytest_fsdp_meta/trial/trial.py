@@ -24,7 +24,7 @@ from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unkn
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS, AllObservations
 from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
-from pytest_fsdp_meta.worlds.system import temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
@@ -90,7 +90,7 @@ class Trial:
         Raises LoaderFailed when the loader does not return a subject on every rank.
         """
         try:
-            temporary = TemporaryDirectory(prefix=temp_folders.prefix("trial"), ignore_cleanup_errors=True)
+            temporary = TemporaryDirectory(prefix=processes.folder_prefix("trial"), ignore_cleanup_errors=True)
         except OSError as error:
             raise LoaderFailed(f"cannot create a temporary folder: {error}; set TMPDIR to another folder") from error
         with temporary as folder:

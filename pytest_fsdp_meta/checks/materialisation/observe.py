@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
-from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
+from pytest_fsdp_meta.checks.memory.observe import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import scheduler_for_reference
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call

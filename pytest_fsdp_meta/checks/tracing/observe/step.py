@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.memory.observe import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout

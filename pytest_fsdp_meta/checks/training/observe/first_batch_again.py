@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer_state
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
-from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
+from pytest_fsdp_meta.checks.memory.observe import memory_of, observe_step_memory
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, OWN_CHANGES
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause, on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
