@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
-from pytest_fsdp_meta.loader.validation import (
-    LOSS_OVER_RANKS,
-    SIGNATURES,
-    SubjectError,
-    check_fields,
-    parse_placements,
-)
+from pytest_fsdp_meta.loader.validation import LOSS_OVER_RANKS, SIGNATURES, SubjectError, check_fields, parse_placements
 from pytest_fsdp_meta.text import describe_nearest, did_you_mean
 from pytest_fsdp_meta.worlds import Misuse
 

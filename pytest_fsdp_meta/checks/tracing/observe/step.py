@@ -23,22 +23,15 @@ from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceCompa
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
 from pytest_fsdp_meta.checks.training.facts import FIRST_BACKWARD, Objective
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.values.observe import read_part
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import (
-    batch_slice,
-    has_rows,
-    loss_of,
-    model_splits,
-    rows_of_step,
-    scalar,
-)
+from pytest_fsdp_meta.ranks.batches import batch_slice, has_rows, loss_of, model_splits, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model

@@ -23,7 +23,7 @@ from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinite
 from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, last_beside, last_optimizer, rates_of
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError

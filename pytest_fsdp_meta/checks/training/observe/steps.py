@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, END, FORWARD, UNKNOWN_DTYPE, UPDATE
 from pytest_fsdp_meta.checks.training.observe.author_step import AuthorStep, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.reference import give_buffers
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (

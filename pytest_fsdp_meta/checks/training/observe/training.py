@@ -26,9 +26,7 @@ from pytest_fsdp_meta.checks.training.facts import (
     TrainedBuffers,
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
-from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
 from pytest_fsdp_meta.checks.training.observe.gradients import (
     ADDED,
     LEFT_OVER,
@@ -52,6 +50,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     snapshots_after,
     swallowed,
 )
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch, WeightWatch
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, broadcast_buffers
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
