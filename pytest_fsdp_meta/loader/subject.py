@@ -245,11 +245,7 @@ class Subject:
             parse_placements(declared)
 
     def resolve(
-        self,
-        parameters: Sequence[str],
-        buffers: Sequence[str],
-        transient: Collection[str] = (),
-        world_size: int = 1,
+        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = (), world_size: int = 1
     ) -> SubjectFacts:
         """Return the declarations with every pattern resolved to names of this model.
 

@@ -51,10 +51,7 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
     facts_of = partial(tensor_facts, attributes=attributes, files=files)
     with torch.no_grad():
         tensors = [
-            replace(
-                facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient),
-                ddp=id(t) in by_ddp,
-            )
+            replace(facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient), ddp=id(t) in by_ddp)
             for name, kind, t in named_tensors(model)
         ]
     own = (key for _, _, tensor in named_tensors(model) for key in vars(tensor)) if attributes else ()

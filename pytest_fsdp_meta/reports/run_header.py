@@ -83,11 +83,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def read_header(
-    root: Path,
-    command: Sequence[str],
-    engine: str,
-    catalogue: Catalogue,
-    settings: Mapping[str, str],
+    root: Path, command: Sequence[str], engine: str, catalogue: Catalogue, settings: Mapping[str, str]
 ) -> Header:
     """Return the header of a run that starts now."""
     return Header(

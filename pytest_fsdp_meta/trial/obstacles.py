@@ -170,11 +170,7 @@ def odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts, what: s
 
 
 def not_saved_by_torch(
-    inventory: Sequence[RankInventory],
-    subject: SubjectFacts,
-    state_dict: Sequence[RankStateDict],
-    *,
-    gathering: bool,
+    inventory: Sequence[RankInventory], subject: SubjectFacts, state_dict: Sequence[RankStateDict], *, gathering: bool
 ) -> Unavailable | None:
     """Return why torch cannot save the model as a sharded checkpoint or, if ``gathering``, as a full state dict."""
     in_parts = exported_in_parts(inventory, subject) if gathering else frozenset()

@@ -225,10 +225,7 @@ class RankInventory:
 
 
 def regions(
-    shape: Sequence[int],
-    shards: Sequence[tuple[int, int] | None],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    shape: Sequence[int], shards: Sequence[tuple[int, int] | None], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[Region, ...]:
     """Return the runs of every dimension that the rank at ``coordinate`` holds.
 

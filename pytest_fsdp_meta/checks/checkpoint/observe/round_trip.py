@@ -293,10 +293,7 @@ def _stepping_silently(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _overwrite(
-    subject: Subject,
-    changed: Collection[str] = (),
-    optimizer: Optimizer | None = None,
-    beside: Beside | None = None,
+    subject: Subject, changed: Collection[str] = (), optimizer: Optimizer | None = None, beside: Beside | None = None
 ) -> None:
     """Overwrite all that a checkpoint must restore, so that loading nothing is noticed.
 
