@@ -38,7 +38,7 @@ from pytest_fsdp_meta.trial.checkpoints import (
     save_over,
 )
 from pytest_fsdp_meta.trial.giving import describe_size, other_size
-from pytest_fsdp_meta.trial.observations import ObservationRun
+from pytest_fsdp_meta.trial.observations import Observation, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -62,7 +62,6 @@ from pytest_fsdp_meta.trial.on_ranks import (
     state_dict,
     training_mode,
 )
-from pytest_fsdp_meta.trial.table import Observation
 from pytest_fsdp_meta.worlds import World, WorldError
 
 P = ParamSpec("P")

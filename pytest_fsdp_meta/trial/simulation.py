@@ -40,8 +40,8 @@ from pytest_fsdp_meta.evidence import (
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.giving import Load
+from pytest_fsdp_meta.trial.observations import Stopwatch
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
-from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from pytest_fsdp_meta.judging.smaller_worlds import may_be_due_to_ranks
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.giving import LOADER_OUTCOMES, Loads, describe_size
-from pytest_fsdp_meta.trial.observations import ONE_LOAD
+from pytest_fsdp_meta.trial.observations import ONE_LOAD, Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS, AllObservations
-from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
 from pytest_fsdp_meta.worlds.system import processes
 
