@@ -86,20 +86,14 @@ class Stopwatch:
 
 
 @dataclass
-class Taken:
-    """What was observed in a trial so far: ``seen`` has an observation, or ``unavailable`` the reason."""
-
-    seen: Evidence
-    wanted: frozenset[str]
-    stopwatch: Stopwatch
-    unavailable: dict[str, Unavailable] = field(default_factory=dict)
-
-
-@dataclass
 class ObservationRun:
     """The observations of one trial, each taken at most once; those that change the model are taken last."""
 
-    taken: Taken
+    seen: Evidence
+    unavailable: dict[str, Unavailable]
+    """Why an observation is not in ``seen``."""
+    wanted: frozenset[str]
+    stopwatch: Stopwatch
     loads: Loads
     reference_world: World
     single_rank_world: Callable[[str], World]
@@ -120,20 +114,12 @@ class ObservationRun:
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
     @property
-    def seen(self) -> Evidence:
-        return self.taken.seen
-
-    @property
     def subject(self) -> SubjectFacts:
-        return self.taken.seen.subject
+        return self.seen.subject
 
     @property
     def inventory(self) -> tuple[RankInventory, ...]:
-        return self.taken.seen.inventory
-
-    @property
-    def unavailable(self) -> dict[str, Unavailable]:
-        return self.taken.unavailable
+        return self.seen.inventory
 
     @property
     def world(self) -> World:
@@ -151,12 +137,12 @@ class ObservationRun:
 
     def take(self, row: Observation[Any]) -> None:
         """Take an observation if a check wants it and nothing rules it out."""
-        if row.name not in self.taken.wanted:
+        if row.name not in self.wanted:
             self.unavailable[row.name] = NOT_WANTED
         if row.name in self.unavailable:
             return
         try:
-            with self.taken.stopwatch.timing(row.name):
+            with self.stopwatch.timing(row.name):
                 observed = self.ruled_out(row) or row.take(self)
         except WorldError as error:
             observed = self.describe_error(error)
@@ -166,7 +152,7 @@ class ObservationRun:
             self.see(**{row.name: observed})
 
     def see(self, **observed: Any) -> None:
-        self.taken.seen = replace(self.taken.seen, **observed)
+        self.seen = replace(self.seen, **observed)
 
     def ruled_out(self, row: Observation[Any]) -> Unavailable | None:
         """Return why the world of the row, or something else that it needs, is not there."""
@@ -315,7 +301,7 @@ class ObservationRun:
         if step is None and not self.localise:
             return
         worlds = self.world, self.reference_world
-        with self.taken.stopwatch.timing("localising"):
+        with self.stopwatch.timing("localising"):
             self.see(traces=trace_step(evidence, self._recipe, *worlds, self.folder, step or 0))
             if step == 0:
                 self.see(training=compare_objective(evidence, self.world, self.folder))
