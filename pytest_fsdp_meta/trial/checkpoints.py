@@ -143,6 +143,9 @@ def _refusal(mesh: tuple[tuple[str, int], ...], error: WorldError) -> Resharded:
     return Resharded(mesh, refused=first.summary.removeprefix("raised "), ranks=tuple(ranks))
 
 
+# Epochs of the author's batches.
+
+
 def read_epoch(world: World, alone: World, folder: str | None) -> Epoch:
     """Read two epochs on all ranks, and one in a world of one rank where that shows the rows of all ranks.
 

@@ -54,9 +54,9 @@ PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
 FROM_RANK_0 = ("reference", "verifier", "export_reference", "batch", "loss", "optimizer", "scheduler")
 """What is sent from rank 0 to the reference as it is, whatever other ranks declare."""
-WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 OF_EACH_RANK = ("train_step", "save", "resume", "state_dict")
 """Functions that every rank needs, and calls as its own: those of two stages of a pipeline may differ."""
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 @dataclass(frozen=True)

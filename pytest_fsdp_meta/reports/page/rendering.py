@@ -1,6 +1,6 @@
 """Rendering of templates, style and script into one HTML file. Everything from the report is escaped as text.
 
-Below are the cards of "What broke": one per cause, with its loaders, the decisive values and a command that reruns it.
+A card of "What broke" has one cause, with its loaders, the decisive values and a command that reruns it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hashlib
 import json
 import shlex
 import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -20,25 +22,20 @@ from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
+from pytest_fsdp_meta.reports.page.checks import CheckView, FindingLine, as_line
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
-from pytest_fsdp_meta.reports.page.view import GLYPHS, TABS, build_view
+from pytest_fsdp_meta.reports.page.view import GLYPHS, TABS, LoaderView, PageView, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
+from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
+from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
 from pytest_fsdp_meta.reports.totals import name_activity
-from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, name_ranks, printable
+from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, grouped, name_ranks, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-from pytest_fsdp_meta.reports.page.checks import CheckView, FindingLine, as_line
-from pytest_fsdp_meta.reports.page.view import LoaderView, PageView
-from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
-from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
-from pytest_fsdp_meta.text import grouped
 
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("templates/page.css", "templates/history.css")
@@ -182,6 +179,9 @@ def describe_time(text: str) -> str:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M:%S %Z")
     except ValueError:
         return text
+
+
+# The cards of "What broke".
 
 
 @dataclass(frozen=True)

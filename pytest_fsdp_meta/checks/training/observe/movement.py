@@ -1,6 +1,6 @@
 """Observe how training steps moved this rank's shards, compared with how they should have moved.
 
-The reference is recorded at the moments of ``SNAPSHOTS``, and ranks and noise are compared with these records.
+The reference is recorded at the moments in ``SNAPSHOTS``, and ranks and noise are compared with these records.
 """
 
 from __future__ import annotations
@@ -303,6 +303,9 @@ def _measure_update(part: Part, before: Tensor, values: Record, updated: Record,
     ours, theirs, since = comparable(now), comparable(new), (comparable(before), comparable(old))
     grain = torch.finfo(now.dtype).eps * length(since[1])
     return measure(ours, theirs, grain, since=since)
+
+
+# The moments at which the reference is recorded.
 
 
 @dataclass(frozen=True)
