@@ -49,7 +49,7 @@ STEPS = (
         "preloaded modules and memory",
         75,
         "the fork server was refused (worlds/rank/preload.py; 'initialised CUDA': NVML was not found, see "
-        "LD_LIBRARY_PATH), or GPU memory is not measured as torch does (checks/memory/observe/peak.py)",
+        "LD_LIBRARY_PATH), or GPU memory is not measured as torch does (checks/memory/observe.py)",
         (*ON_GPU, "-k", "preloaded or memory"),
     ),
     Step(

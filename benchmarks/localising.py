@@ -22,7 +22,7 @@ from benchmarks.on_ranks import peak_memory
 from fixtures import localised
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.memory.observe import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.observe.comparison import TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.step import trace_rank, trace_reference
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject

@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pytest_fsdp_meta.worlds import ForkServerEngine, Sources, World, WorldError, WorldSpec
-from pytest_fsdp_meta.worlds.system import temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 
 RESULTS = Path(__file__).parent / "results"
 ALLOWED_KIB = 1024
@@ -167,7 +167,7 @@ def count_while_running(engine: ForkServerEngine, worlds: int, every: int) -> It
             assert _pid_of_server(engine) == server, "the fork server has ended"
             wait_until_idle(server)
             gc.collect()
-            left = (*glob(f"{tempfile.gettempdir()}/{temp_folders.prefix('world')}*"), *_shared_memory(ranks))
+            left = (*glob(f"{tempfile.gettempdir()}/{processes.folder_prefix('world')}*"), *_shared_memory(ranks))
             yield Count(number, time.monotonic() - began, holdings(server), holdings(os.getpid()), left)
             ranks.clear()
         if number < worlds:

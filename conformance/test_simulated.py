@@ -24,7 +24,7 @@ from fixtures.defects import DEFECTS
 from fixtures.defects import simulated as defects
 from fixtures.forms_sharding import sharded_and_tensor_parallel
 from pytest_fsdp_meta.catalogue import built_in
-from pytest_fsdp_meta.checks.memory.observe.peak import Meter, noting_resizes
+from pytest_fsdp_meta.checks.memory.observe import Meter, noting_resizes
 from pytest_fsdp_meta.checks.simulation.facts import (
     BACKWARD,
     BACKWARD_PASS,

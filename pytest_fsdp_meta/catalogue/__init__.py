@@ -44,18 +44,7 @@ from pytest_fsdp_meta.judging.view import (
 FAMILIES = (
     *(structure, materialisation, sharding, communication),
     *(values, draws, tying, memory),
-    *(
-        forward,
-        gradients,
-        clipping,
-        optimization,
-        buffers,
-        second_step,
-        losses,
-        accumulation,
-        beside,
-        not_finite,
-    ),
+    *(forward, gradients, clipping, optimization, buffers, second_step, losses, accumulation, beside, not_finite),
     *(checkpoint, exports, resuming, second_save, random_numbers),
     *(batches, batches_resumed, simulated_sizes, simulated_steps),
 )

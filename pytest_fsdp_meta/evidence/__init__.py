@@ -24,14 +24,7 @@ from pytest_fsdp_meta.checks.structure.facts import (
     Region,
     TensorFacts,
 )
-from pytest_fsdp_meta.checks.training.facts import (
-    Accumulation,
-    Clipping,
-    Movement,
-    Noise,
-    RankTraining,
-    TensorNoise,
-)
+from pytest_fsdp_meta.checks.training.facts import Accumulation, Clipping, Movement, Noise, RankTraining, TensorNoise
 from pytest_fsdp_meta.checks.values.facts import Comparison, Measure
 from pytest_fsdp_meta.evidence.records import (
     VALUES_CHECKS,

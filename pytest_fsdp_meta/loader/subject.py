@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pytest_fsdp_meta.evidence import SubjectFacts
-from pytest_fsdp_meta.loader.nearest import describe_nearest
-from pytest_fsdp_meta.loader.validation import (
-    LOSS_OVER_RANKS,
-    SIGNATURES,
-    SubjectError,
-    check_fields,
-    parse_placements,
-)
-from pytest_fsdp_meta.text import did_you_mean
+from pytest_fsdp_meta.loader.validation import LOSS_OVER_RANKS, SIGNATURES, SubjectError, check_fields, parse_placements
+from pytest_fsdp_meta.text import describe_nearest, did_you_mean
 from pytest_fsdp_meta.worlds import Misuse
 
 if TYPE_CHECKING:
@@ -252,11 +245,7 @@ class Subject:
             parse_placements(declared)
 
     def resolve(
-        self,
-        parameters: Sequence[str],
-        buffers: Sequence[str],
-        transient: Collection[str] = (),
-        world_size: int = 1,
+        self, parameters: Sequence[str], buffers: Sequence[str], transient: Collection[str] = (), world_size: int = 1
     ) -> SubjectFacts:
         """Return the declarations with every pattern resolved to names of this model.
 

@@ -252,12 +252,7 @@ RULES: tuple[Rule, ...] = (
         lambda one: one is None or _is_bound(one),
         "{value} should be a positive number, the norm to which training clips",
     ),
-    (
-        "loss_over_ranks",
-        _whole,
-        lambda one: one in LOSS_OVER_RANKS,
-        "invalid value {shown} (choose mean, sum or same)",
-    ),
+    ("loss_over_ranks", _whole, lambda one: one in LOSS_OVER_RANKS, "invalid value {shown} (choose mean, sum or same)"),
     ("frozen drawn", _whole, lambda one: _is_list(one) or isinstance(one, Mapping), LISTED),
     (PATTERNS, _whole, _is_list, LISTED),
     (f"frozen drawn {PATTERNS}", _names, _is_name, NAME),

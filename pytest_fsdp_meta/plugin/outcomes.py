@@ -171,11 +171,7 @@ def describe_exception(raised: BaseException | None) -> str:
 
 
 def _kind_and_reason(
-    report: pytest.TestReport,
-    check: str,
-    spec: ConformanceSpec,
-    outcome: Outcome | None,
-    raised: BaseException | None,
+    report: pytest.TestReport, check: str, spec: ConformanceSpec, outcome: Outcome | None, raised: BaseException | None
 ) -> tuple[str, str]:
     if report.when == "setup" and report.skipped and check in spec.skip:
         return "left out", spec.skip[check]

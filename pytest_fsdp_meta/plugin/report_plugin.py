@@ -25,8 +25,7 @@ from pytest_fsdp_meta.plugin.session import PluginSession
 from pytest_fsdp_meta.plugin.settings import hide_values, runs_nothing, settings_elsewhere
 from pytest_fsdp_meta.reports.io import PAGE, ReportWriter
 from pytest_fsdp_meta.reports.markdown import summarise_run
-from pytest_fsdp_meta.reports.run_header import describe_run, read_header
-from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords
+from pytest_fsdp_meta.reports.run_records import ItemContext, RunRecords, describe_run, read_header
 from pytest_fsdp_meta.reports.schema import FAILED, SCHEMA, UNKNOWN, CheckRecord, Header, LoaderRecord, Report
 from pytest_fsdp_meta.reports.totals import describe_totals, nothing_judged
 from pytest_fsdp_meta.text import first_line

@@ -138,10 +138,7 @@ OPTIONS = (
         "expected a positive number of seconds below 1e9",
         "SECONDS",
     ),
-    Option(
-        "require-gpu",
-        "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs",
-    ),
+    Option("require-gpu", "fail instead of falling back to the CPU if there are too few GPUs; useful for nightly jobs"),
     Option(
         "slots",
         "with pytest-xdist, number of ranks that all workers together may run on the CPU at a time; a larger world "

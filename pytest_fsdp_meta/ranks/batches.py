@@ -258,14 +258,6 @@ def has_rows(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def indivisible(batch: Mapping[str, Any], size: int) -> str:
-    """Return which entry does not split into ``size`` equal slices; empty where every entry does."""
-    for key, value in batch.items():
-        if has_rows(value) and value.shape[0] % size:
-            return f"{key!r} has {value.shape[0]} rows"
-    return ""
-
-
 def count_labels(rows: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of labels that are not ignored: of all labels, and without the first of each row.
 
@@ -309,10 +301,10 @@ def loss_of(subject: Subject, rows: dict[str, Any]) -> Tensor:
     return loss
 
 
-def scalar(loss: Tensor) -> float:
-    """Return the loss as a number; a DTensor is gathered first."""
+def scalar(value: Tensor | float) -> float:
+    """Return a loss or a norm as a number; a DTensor is gathered first."""
     with torch.no_grad():
-        return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _own_rows(key: str, value: Any, step: int, data_parallel: tuple[int, int], device: torch.device) -> Any:

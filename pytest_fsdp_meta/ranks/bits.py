@@ -1,4 +1,4 @@
-"""Fill memory that a loader never writes with a poison value, count it, and hash the bits of tensors.
+"""Fill memory that a loader never writes with a poison value, count it, and hash the bits of tensors; their dtypes.
 
 The poison is NaN (integers: their maximum, bools: True), so that uninitialised memory is always found, also where it
 would have been zero by chance. Every rank reads all its tensors, so the memory is read once, in pieces that fit the
@@ -20,6 +20,8 @@ from pytest_fsdp_meta.worlds.rank.reset import forget_default_device
 
 PIECE = 1 << 15
 """64-bit words per piece (256 KiB)."""
+COMPUTED = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes in which models compute, and to which FSDP2 casts without a scale. float8 is a form of storage."""
 
 
 def digest(tensor: Tensor) -> str:
@@ -120,3 +122,8 @@ def restore_defaults() -> None:
     torch.set_default_dtype(torch.float32)
     forget_default_device()
     torch.set_grad_enabled(True)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether the dtype is a floating one of a lower precision than float32."""
+    return bool(dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps)

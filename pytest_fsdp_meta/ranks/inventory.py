@@ -1,10 +1,15 @@
-"""Collect facts about every parameter and buffer of this rank."""
+"""Collect facts about every parameter and buffer of this rank, and tell memory from mapped files.
+
+The system may drop the pages of mapped files, so they cost nothing.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +24,6 @@ from pytest_fsdp_meta.ranks.adapters import megatron_fsdp, zero3
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part, sizes
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.bits import count_poison, digest
-from pytest_fsdp_meta.ranks.mapped import MAPS, MappedFiles
 from pytest_fsdp_meta.ranks.torch_private import (
     drop_unreduced_gradients,
     is_replicated,
@@ -32,6 +36,10 @@ from pytest_fsdp_meta.text import WRAPPERS, clean_name, first_line, grouped
 FABRIC = frozenset({"_forward_module", "_original_module"})
 """The children of Fabric's wrapper. The first, what the strategy made of the model, contains the second or is the same
 module."""
+MAPS = Path("/proc/self/maps")
+"""The kernel's list of mappings. torch knows only files that it mapped itself, and no slices of them."""
+NO_FILES = ("/dev/", "/memfd:", "/SYSV")
+"""Path prefixes of mappings that are memory, such as shared memory."""
 
 
 def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[str] = ()) -> RankInventory:
@@ -43,10 +51,7 @@ def take_inventory(model: Module, rank: int, device: str, attributes: Sequence[s
     facts_of = partial(tensor_facts, attributes=attributes, files=files)
     with torch.no_grad():
         tensors = [
-            replace(
-                facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient),
-                ddp=id(t) in by_ddp,
-            )
+            replace(facts_of(name, kind, t, parts.of(name, t), persistent=name not in transient), ddp=id(t) in by_ddp)
             for name, kind, t in named_tensors(model)
         ]
     own = (key for _, _, tensor in named_tensors(model) for key in vars(tensor)) if attributes else ()
@@ -186,3 +191,31 @@ def drop_gradients(model: Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     drop_unreduced_gradients(model)
+
+
+class MappedFiles:
+    """The mapped files at the time of the last ``refresh``, all or those in ``folder``.
+
+    None where the system does not list mappings.
+    """
+
+    def __init__(self, folder: str = "/") -> None:
+        self._folder = folder
+        self._ranges = sorted(_mapped_ranges(folder))
+
+    def hold(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage lies in a mapped file."""
+        address = storage.data_ptr()
+        index = bisect_right(self._ranges, (address, 2**64))
+        return index > 0 and address < self._ranges[index - 1][1]
+
+    def refresh(self) -> None:
+        self._ranges = sorted(_mapped_ranges(self._folder))
+
+
+def _mapped_ranges(folder: str) -> Iterator[tuple[int, int]]:
+    for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
+        bounds, *_, path = line.split(maxsplit=5) if "/" in line else (line, "")
+        if path.startswith(folder) and not path.startswith(NO_FILES):
+            first, _, last = bounds.partition("-")
+            yield int(first, 16), int(last, 16)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pytest_fsdp_meta.ranks.precision import COMPUTED, is_low
+from pytest_fsdp_meta.ranks.bits import COMPUTED, is_low
 from pytest_fsdp_meta.ranks.reference_record import without_repetition
 from pytest_fsdp_meta.ranks.torch_private import operator_name, write_count
 from pytest_fsdp_meta.ranks.watching import takes_hooks, watching

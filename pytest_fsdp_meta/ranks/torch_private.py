@@ -71,13 +71,7 @@ def _nothing(*_: Any, **__: Any) -> tuple[()]:
     return ()
 
 
-@needs(
-    GROUPS[0],
-    f"{STATE}._mp_policy",
-    spoils=("training",),
-    of=FSDPModule,
-    instead=lambda _: MixedPrecisionPolicy(),
-)
+@needs(GROUPS[0], f"{STATE}._mp_policy", spoils=("training",), of=FSDPModule, instead=lambda _: MixedPrecisionPolicy())
 def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy:
     """Return the policy that ``fully_shard`` was given; public torch has no way to read it back."""
     policy = module._get_fsdp_state()._mp_policy

@@ -164,8 +164,7 @@ def sizes_of(evidence: Evidence) -> tuple[SimulatedSize, ...]:
     """Return the simulated sizes without the groups of parameters, whose names would be most of a report."""
     return tuple(
         replace(
-            size,
-            ranks=tuple(replace(rank, step=rank.step and replace(rank.step, groups=())) for rank in size.ranks),
+            size, ranks=tuple(replace(rank, step=rank.step and replace(rank.step, groups=())) for rank in size.ranks)
         )
         for size in evidence.simulation or ()
     )

@@ -72,7 +72,7 @@ class Giving:
         Return also whether its loss depends on any of them, so that it trains again with their values.
         """
         folder = str(self.folder)
-        held = run_on(self.world, on_ranks.given.record_buffers, folder)
+        held = run_on(self.world, on_ranks.reference.record_buffers, folder)
         given, not_given = self._divide(held, "differs between the ranks in train_step")
         backwards = dict(enumerate(max(step) for step in zip(*(run.backwards for run in runs), strict=True)))
         for moment in dict.fromkeys(moment for own in given for moment in own):
@@ -82,19 +82,19 @@ class Giving:
         changed, depends_on = (*dict.fromkeys((*names, *not_given)),), on_ranks.reference_training.depends_on
         steering = run_on(self.reference_world, depends_on, self.recipe, changed, folder)[0]
         if steering:
-            run_on(self.reference_world, on_ranks.given.give, given, GIVEN_BUFFERS, folder)
+            run_on(self.reference_world, on_ranks.reference.give, given, GIVEN_BUFFERS, folder)
         unknown = {name: why for name, why in not_given.items() if name in steering}
         return {"changed_by_steps": names, "not_given": {**reference.not_given, **unknown}}, bool(steering)
 
     def _give_state(self) -> dict[str, str]:
         """Give the reference's optimizer the state of the loader's; return what could not be given, and why."""
-        found = run_on(self.world, on_ranks.given.record_optimizer_state, str(self.folder))
+        found = run_on(self.world, on_ranks.reference.record_optimizer_state, str(self.folder))
         given, not_given = self._divide([parts for parts, _ in found], "optimizer state differs between the ranks")
         for _, unknown in found:
             not_given |= dict.fromkeys(unknown, "optimizer state of another shape")
         # A part of a parameter's state is worse than none.
         given = [{moment: part for moment, part in own.items() if moment.name not in not_given} for own in given]
-        run_on(self.reference_world, on_ranks.given.give, given, GIVEN_STATE, str(self.folder))
+        run_on(self.reference_world, on_ranks.reference.give, given, GIVEN_STATE, str(self.folder))
         return not_given
 
     def _divide(self, held: Held, unlike: str) -> tuple[list[dict[Moment, PartFacts]], dict[str, str]]:

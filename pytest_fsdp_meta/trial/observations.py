@@ -1,11 +1,16 @@
-"""Take the observations of one trial that need one load. The module ``reloading`` takes the others as well."""
+"""Take the observations of one trial that need one load, row by row of a table. ``reloading`` takes the others as well.
+
+What was seen is kept, or why it was not, and how long it took.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pytest_fsdp_meta.checks.collectives.facts import RankCollectives
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
@@ -13,8 +18,10 @@ from pytest_fsdp_meta.evidence import (
     Comparison,
     Evidence,
     RankDraws,
+    RankInventory,
     RankTraining,
     ReferenceFacts,
+    SubjectFacts,
     Unavailable,
     frozen_sources,
     not_declared,
@@ -24,9 +31,8 @@ from pytest_fsdp_meta.ranks.reference_record import RECORDS, noise_of, record_at
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.departure import compare_objective, departing_step, departs, trace_step, with_noise
 from pytest_fsdp_meta.trial.giving import Giving, Loads
-from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, no_training_declared, odd_model
+from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, no_training_declared, odd_model
 from pytest_fsdp_meta.trial.on_ranks import run_on
-from pytest_fsdp_meta.trial.table import Observation, TableRun
 from pytest_fsdp_meta.worlds import World, WorldError
 
 if TYPE_CHECKING:
@@ -36,12 +42,58 @@ NOTHING_FROZEN = "nothing is frozen: neither Subject(frozen=...) nor the referen
 NO_VERIFIER = "neither Subject(verifier=...) nor a reference is declared"
 JUDGED_TO_TRACE = ("inventory", "reference", "values", "verifier", "draws", "training")
 """The observations by which checks say whether a step is traced."""
+Run = TypeVar("Run")
+
+
+@dataclass(frozen=True)
+class Observation(Generic[Run]):
+    """One row: ``take`` returns what the field of ``Evidence`` with this name holds, or an ``Unavailable``.
+
+    As with checks, ``needs`` are the earlier observations without which this one cannot be taken, and ``uses`` those
+    that it reads if they are available. Each row finds its world in the state that the rows before leave it in.
+    """
+
+    name: str
+    take: Callable[[Run], Any]
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+
+
+def with_needed(wanted: Iterable[str], rows: Iterable[Observation[Any]]) -> frozenset[str]:
+    """Return the wanted observations and those that they need or use. ``rows`` are those of all tables, in order."""
+    names = set(wanted)
+    for row in reversed(list(rows)):
+        if row.name in names:
+            names.update(row.needs, row.uses)
+    return frozenset(names)
 
 
 @dataclass
-class ObservationRun(TableRun):
+class Stopwatch:
+    """Seconds by phase, in the order in which the phases first began."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Add the duration of the block to the phase, also when the block raises."""
+        began = time.perf_counter()
+        self.seconds.setdefault(phase, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - began
+
+
+@dataclass
+class ObservationRun:
     """The observations of one trial, each taken at most once; those that change the model are taken last."""
 
+    seen: Evidence
+    unavailable: dict[str, Unavailable]
+    """Why an observation is not in ``seen``."""
+    wanted: frozenset[str]
+    stopwatch: Stopwatch
     loads: Loads
     reference_world: World
     single_rank_world: Callable[[str], World]
@@ -62,6 +114,14 @@ class ObservationRun(TableRun):
     """The error that ended a world; later observations that need this world are unavailable for the same reason."""
 
     @property
+    def subject(self) -> SubjectFacts:
+        return self.seen.subject
+
+    @property
+    def inventory(self) -> tuple[RankInventory, ...]:
+        return self.seen.inventory
+
+    @property
     def world(self) -> World:
         return self.loads.first
 
@@ -75,14 +135,35 @@ class ObservationRun(TableRun):
                 record_at(self.folder, record).unlink(missing_ok=True)
         return replace(self.seen, unavailable=self.unavailable)
 
+    def take(self, row: Observation[Any]) -> None:
+        """Take an observation if a check wants it and nothing rules it out."""
+        if row.name not in self.wanted:
+            self.unavailable[row.name] = NOT_WANTED
+        if row.name in self.unavailable:
+            return
+        try:
+            with self.stopwatch.timing(row.name):
+                observed = self.ruled_out(row) or row.take(self)
+        except WorldError as error:
+            observed = self.describe_error(error)
+        if isinstance(observed, Unavailable):
+            self.unavailable[row.name] = observed
+        elif row.name in OBSERVATIONS:
+            self.see(**{row.name: observed})
+
+    def see(self, **observed: Any) -> None:
+        self.seen = replace(self.seen, **observed)
+
     def ruled_out(self, row: Observation[Any]) -> Unavailable | None:
+        """Return why the world of the row, or something else that it needs, is not there."""
         # The collectives of loading are known even if training has ended the world.
         if row in ONE_LOAD and not self.world.alive and row.name != "collectives":
             return self._world_failure
-        return super().ruled_out(row)
+        return next((self.unavailable[need] for need in row.needs if need in self.unavailable), None)
 
     def describe_error(self, error: WorldError) -> Unavailable:
-        self._world_failure = super().describe_error(error)
+        models = (*self.inventory, *([self.seen.reference.inventory] if self.seen.reference is not None else []))
+        self._world_failure = from_world_error(error, {name for model in models for name in model.by_name})
         return self._world_failure
 
     def _measure_memory(self) -> tuple[RankMemory, ...] | Unavailable:
@@ -220,7 +301,7 @@ class ObservationRun(TableRun):
         if step is None and not self.localise:
             return
         worlds = self.world, self.reference_world
-        with self.taken.stopwatch.timing("localising"):
+        with self.stopwatch.timing("localising"):
             self.see(traces=trace_step(evidence, self._recipe, *worlds, self.folder, step or 0))
             if step == 0:
                 self.see(training=compare_objective(evidence, self.world, self.folder))

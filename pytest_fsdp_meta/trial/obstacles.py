@@ -22,9 +22,8 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.loader.adapter import BUILT_IN, FSDP1
-from pytest_fsdp_meta.loader.nearest import describe_nearest
 from pytest_fsdp_meta.loader.subject import SubjectError
-from pytest_fsdp_meta.text import name_ranks, names_in
+from pytest_fsdp_meta.text import describe_nearest, name_ranks, names_in
 from pytest_fsdp_meta.worlds import WorldError
 
 if TYPE_CHECKING:
@@ -171,11 +170,7 @@ def odd_model(inventory: Sequence[RankInventory], subject: SubjectFacts, what: s
 
 
 def not_saved_by_torch(
-    inventory: Sequence[RankInventory],
-    subject: SubjectFacts,
-    state_dict: Sequence[RankStateDict],
-    *,
-    gathering: bool,
+    inventory: Sequence[RankInventory], subject: SubjectFacts, state_dict: Sequence[RankStateDict], *, gathering: bool
 ) -> Unavailable | None:
     """Return why torch cannot save the model as a sharded checkpoint or, if ``gathering``, as a full state dict."""
     in_parts = exported_in_parts(inventory, subject) if gathering else frozenset()

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.tracing.observe import step as traces
     from pytest_fsdp_meta.checks.training.observe import (
         author_step,
-        given,
         noise,
         reference,
         reference_training,
@@ -61,7 +60,6 @@ else:
     author_step = ObserverModule("training.observe.author_step")
     checkpoint = ObserverModule("checkpoint.observe.round_trip")
     drawn_weights = ObserverModule("drawn.observe")
-    given = ObserverModule("training.observe.given")
     loading = ObserverModule("materialisation.observe")
     noise = ObserverModule("training.observe.noise")
     reference = ObserverModule("training.observe.reference")

@@ -28,15 +28,17 @@ from pytest_fsdp_meta.evidence import (
 )
 from pytest_fsdp_meta.trial.checkpoints import (
     Recorded,
+    read_epoch,
     record_saved,
     reshard_all,
     reshard_model,
     restored_if_deleted,
+    resume_epoch,
+    resume_last_epoch,
     save_over,
 )
-from pytest_fsdp_meta.trial.epochs import read_epoch, resume_epoch, resume_last_epoch
 from pytest_fsdp_meta.trial.giving import describe_size, other_size
-from pytest_fsdp_meta.trial.observations import ObservationRun
+from pytest_fsdp_meta.trial.observations import Observation, ObservationRun
 from pytest_fsdp_meta.trial.obstacles import (
     DECLARE,
     NOT_WANTED,
@@ -60,7 +62,6 @@ from pytest_fsdp_meta.trial.on_ranks import (
     state_dict,
     training_mode,
 )
-from pytest_fsdp_meta.trial.table import Observation
 from pytest_fsdp_meta.worlds import World, WorldError
 
 P = ParamSpec("P")
@@ -143,7 +144,7 @@ class AllObservations(ObservationRun):
         if problem and not self._author_saves:
             return Unavailable(f"{problem}; {DECLARE}", kind="undeclared")
         self._saved_with_optimizer = self._save_all("continued")
-        if "resharded" in self.taken.wanted and not isinstance(other_size(self.loads.first.spec), Unavailable):
+        if "resharded" in self.wanted and not isinstance(other_size(self.loads.first.spec), Unavailable):
             self._recorded = record_saved(self.loads.first_world(), str(self.folder))
         return _with_steps(self._saved_with_optimizer, self.loads.run_first(checkpoint.train_on, self._steps_on))
 
@@ -155,7 +156,7 @@ class AllObservations(ObservationRun):
     def _save_all(self, name: str) -> tuple[RankResumed, ...]:
         """Save model and optimizer; add the fingerprints of the author's state dict if a check compares them."""
         saved = self._save(self.loads.first_world, checkpoint.save_all, self._path(name))
-        compared = "saved_again" in self.taken.wanted and "state_dict" in self.subject.declared
+        compared = "saved_again" in self.wanted and "state_dict" in self.subject.declared
         if not compared or self.seen.state_dict is None or self._ungatherable():
             return saved
         exported = self.loads.run_first(state_dict.fingerprint_state_dict)
@@ -188,7 +189,7 @@ class AllObservations(ObservationRun):
     def _read_batches(self) -> Epoch | Unavailable:
         if "data" not in self.subject.declared:
             return not_declared("data")
-        folder = self._path("batches") if "batches_resumed" in self.taken.wanted else None
+        folder = self._path("batches") if "batches_resumed" in self.wanted else None
         failure = None if self._save_failure is None else self.describe_error(self._save_failure)
         if folder is not None and self._author_saves and (problem := failure or self._unsavable()):
             folder, self.unavailable["batches_resumed"] = None, problem

@@ -23,6 +23,7 @@ from pytest_fsdp_meta.checks.sharding.facts import (
     split_factor,
 )
 from pytest_fsdp_meta.checks.simulation.facts import FACTORS, NO_VALUES, BytesOfRanks, SimulatedSize
+from pytest_fsdp_meta.checks.structure.facts import regions
 from pytest_fsdp_meta.evidence import (
     Evidence,
     MeshFacts,
@@ -37,11 +38,10 @@ from pytest_fsdp_meta.evidence import (
     shards_data,
 )
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
-from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.trial import on_ranks
 from pytest_fsdp_meta.trial.giving import Load
+from pytest_fsdp_meta.trial.observations import Stopwatch
 from pytest_fsdp_meta.trial.obstacles import NOT_WANTED, from_world_error, unsupported
-from pytest_fsdp_meta.trial.table import Stopwatch
 from pytest_fsdp_meta.worlds import World, WorldError, WorldSpec, choose_simulated
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ from pytest_fsdp_meta.judging.smaller_worlds import may_be_due_to_ranks
 from pytest_fsdp_meta.loader.call import Call
 from pytest_fsdp_meta.trial import on_ranks, simulation
 from pytest_fsdp_meta.trial.giving import LOADER_OUTCOMES, Loads, describe_size
-from pytest_fsdp_meta.trial.observations import ONE_LOAD
+from pytest_fsdp_meta.trial.observations import ONE_LOAD, Stopwatch, with_needed
 from pytest_fsdp_meta.trial.obstacles import add_hints, declared_otherwise, unknown_attribute, unsupported
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS, AllObservations
-from pytest_fsdp_meta.trial.table import Stopwatch, Taken, with_needed
 from pytest_fsdp_meta.worlds import DEFAULT_MESH_DIM, Engine, Listener, World, WorldError, WorldSpec
-from pytest_fsdp_meta.worlds.system import temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 
 if TYPE_CHECKING:
     from pytest_fsdp_meta.checks.materialisation.observe import Loaded
@@ -90,7 +89,7 @@ class Trial:
         Raises LoaderFailed when the loader does not return a subject on every rank.
         """
         try:
-            temporary = TemporaryDirectory(prefix=temp_folders.prefix("trial"), ignore_cleanup_errors=True)
+            temporary = TemporaryDirectory(prefix=processes.folder_prefix("trial"), ignore_cleanup_errors=True)
         except OSError as error:
             raise LoaderFailed(f"cannot create a temporary folder: {error}; set TMPDIR to another folder") from error
         with temporary as folder:
@@ -140,11 +139,12 @@ class Trial:
         facts = replace(world_facts(self.spec), devices=gpus, library=library)
         inventory = tuple(rank.inventory for rank in loaded)
         subject = combine_subjects([rank.subject for rank in loaded], facts.mesh, inventory)
-        seen = Evidence(facts, subject, inventory, tolerance=self.tolerance)
-        needed = with_needed(wanted, (*ONE_LOAD, *MORE_LOADS))
         loads = Loads(world, partial(self._load_again, folder, partial(_load, loader=loader)))
         run = AllObservations(
-            taken=Taken(seen, needed, self.stopwatch, unsupported(loaded)),
+            seen=Evidence(facts, subject, inventory, tolerance=self.tolerance),
+            unavailable=unsupported(loaded),
+            wanted=with_needed(wanted, (*ONE_LOAD, *MORE_LOADS)),
+            stopwatch=self.stopwatch,
             loads=loads,
             reference_world=reference_world,
             single_rank_world=self._single_rank_world,

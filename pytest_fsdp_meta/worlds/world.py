@@ -22,7 +22,7 @@ from pytest_fsdp_meta.worlds.failures import RankFailure, WorldError
 from pytest_fsdp_meta.worlds.local.engine import ForkServerEngine
 from pytest_fsdp_meta.worlds.rank.warnings import RankWarning, reissue
 from pytest_fsdp_meta.worlds.spec import WorldSpec
-from pytest_fsdp_meta.worlds.system import processes, temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 from pytest_fsdp_meta.worlds.system.output import OutputFollower, OutputTail
 from pytest_fsdp_meta.worlds.system.processes import defer_interrupts
 
@@ -276,7 +276,7 @@ class World:
         # Runs at exit before multiprocessing joins all child processes, which would wait for ranks of an open world.
         self._at_exit = util.Finalize(None, self.close, exitpriority=1)
         self._engine.start()  # first, because the engine removes the folder if this process is killed
-        self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
+        self._folder = Path(tempfile.mkdtemp(prefix=processes.folder_prefix("world")))
         leftovers = str(self._folder), *self._shared
         for member in self._engine.launch(self.spec, self._folder, leftovers):
             self._members.append(member)

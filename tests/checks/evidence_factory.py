@@ -13,6 +13,7 @@ from pytest_fsdp_meta.catalogue import Selection, Verdict, built_in, judge
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint, RankResumed, RankSaved, RankStateDict
 from pytest_fsdp_meta.checks.memory.facts import GatheredGroup, StepMemory
 from pytest_fsdp_meta.checks.random_numbers.facts import Draw, RandomState
+from pytest_fsdp_meta.checks.structure.facts import regions
 from pytest_fsdp_meta.checks.training.facts import (
     ForwardWeights,
     RankTrainingMode,
@@ -46,7 +47,6 @@ from pytest_fsdp_meta.evidence import (
     WorldFacts,
     splits_model,
 )
-from pytest_fsdp_meta.ranks.layout import regions
 
 CATALOGUE = built_in()
 EMBEDDING, HEAD, MIDDLE, FROZEN = "embed.weight", "head.weight", "layers.0.weight", "verifier.weight"

@@ -117,7 +117,7 @@ def memory_after_a_reference() -> tuple[int, int]:
     import torch
     from torch import nn
 
-    from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+    from pytest_fsdp_meta.checks.memory.observe import return_freed_memory
 
     device = current().device
     model = nn.Linear(2**13, 2**13, device=device)
@@ -208,7 +208,7 @@ def measure_peak() -> int:
     import torch
     from torch import nn
 
-    from pytest_fsdp_meta.checks.memory.observe.peak import Peak
+    from pytest_fsdp_meta.checks.memory.observe import Peak
 
     model = nn.Linear(4, 4, device=current().device)
     peak = Peak(current().device)

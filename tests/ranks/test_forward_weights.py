@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_meta import Subject
-from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
+from pytest_fsdp_meta.checks.training.observe.step_watches import WeightWatch
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from pytest_fsdp_meta.checks.structure.facts import regions
 from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions
-from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.ranks.reference_record import global_index
 from pytest_fsdp_meta.worlds import World, WorldSpec, current
 

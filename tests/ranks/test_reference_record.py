@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from pytest_fsdp_meta.ranks.layout import regions
+from pytest_fsdp_meta.checks.structure.facts import regions
 from pytest_fsdp_meta.ranks.reference_record import (
     Record,
     RecordWriter,

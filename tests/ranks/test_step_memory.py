@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta import Subject
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
-from pytest_fsdp_meta.checks.memory.observe.step import OWN_STEP, StepMemoryWatch, memory_of, observe_step_memory
+from pytest_fsdp_meta.checks.memory.observe import OWN_STEP, StepMemoryWatch, memory_of, observe_step_memory
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain, accumulate, micro_batches
 from pytest_fsdp_meta.checks.training.observe.gradients import gradients_of
 from pytest_fsdp_meta.ranks import modes

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import FSDP_BUFFERS, Recorder, StepTraffic, observe_step, watching_step
-from pytest_fsdp_meta.checks.memory.observe import peak as memory
-from pytest_fsdp_meta.checks.memory.observe.peak import POINTS, Change, Meter, Peak, find_peaks, make_timeline
-from pytest_fsdp_meta.ranks.mapped import MAPS, MappedFiles
+from pytest_fsdp_meta.checks.memory import observe as memory
+from pytest_fsdp_meta.checks.memory.observe import POINTS, Change, Meter, Peak, find_peaks, make_timeline
+from pytest_fsdp_meta.ranks.inventory import MAPS, MappedFiles
 from pytest_fsdp_meta.ranks.watching import watching
 from pytest_fsdp_meta.worlds import current
 from tests.world_help import world_of

@@ -9,8 +9,8 @@ from math import prod
 
 from pytest_fsdp_meta.catalogue import built_in
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
+from pytest_fsdp_meta.checks.structure.facts import regions
 from pytest_fsdp_meta.evidence import MeshFacts, Region, WorldFacts
-from pytest_fsdp_meta.ranks.layout import regions
 from pytest_fsdp_meta.reports.history import Timeline
 from pytest_fsdp_meta.reports.schema import (
     SCHEMA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pytest_fsdp_meta.reports.page.broke import Card, make_cards
+from pytest_fsdp_meta.reports.page.rendering import Card, make_cards
 from pytest_fsdp_meta.reports.page.view import build_view
 from pytest_fsdp_meta.reports.schema import FindingRecord, LoaderRecord, Report
 from tests.reports import report_factory as factory

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from pytest_fsdp_meta import Subject
+from pytest_fsdp_meta.checks.materialisation.observe import describe_declarations
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts, TensorFacts, combine_subjects
-from pytest_fsdp_meta.loader.declared import describe_declarations
 from pytest_fsdp_meta.trial import LoaderFailed
 from pytest_fsdp_meta.trial.obstacles import declared_otherwise
 from pytest_fsdp_meta.worlds import Rank

@@ -18,9 +18,8 @@ from pytest_fsdp_meta.catalogue import Verdict, built_in
 from pytest_fsdp_meta.evidence import Evidence
 from pytest_fsdp_meta.judging.registry import OBSERVATIONS
 from pytest_fsdp_meta.trial import LoaderFailed
-from pytest_fsdp_meta.trial.observations import NOTHING_FROZEN, ONE_LOAD
+from pytest_fsdp_meta.trial.observations import NOTHING_FROZEN, ONE_LOAD, with_needed
 from pytest_fsdp_meta.trial.reloading import MORE_LOADS
-from pytest_fsdp_meta.trial.table import with_needed
 from pytest_fsdp_meta.worlds import Rank
 from tests.checks.evidence_factory import findings_of
 from tests.trial_help import batch, build, judge_all, loss, observe

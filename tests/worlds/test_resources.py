@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_meta.worlds import current
-from pytest_fsdp_meta.worlds.system import processes, temp_folders
+from pytest_fsdp_meta.worlds.system import processes
+from pytest_fsdp_meta.worlds.system.output import MAX_OUTPUT
 from tests.world_help import ROOT, SOON, fails, on_rank, world
 
 pytestmark = pytest.mark.usefixtures("next_world_works")
@@ -88,14 +89,12 @@ def test_a_rank_that_closes_every_descriptor() -> None:
 
 
 def test_a_flood_of_output_does_not_fill_the_disk() -> None:
-    most = temp_folders.MAX_OUTPUT
-
     def flood() -> int:
         line = b"x" * 2**20
         for _ in range(300):
             os.write(1, line)
         for _ in range(600):
-            if os.fstat(1).st_blocks * 512 < most:
+            if os.fstat(1).st_blocks * 512 < MAX_OUTPUT:
                 break
             time.sleep(0.1)
         subprocess.run(["echo", "the end"], check=True)
@@ -104,11 +103,11 @@ def test_a_flood_of_output_does_not_fill_the_disk() -> None:
     flooded = world(2)
     held = flooded.run(flood)
     if sys.platform == "linux":
-        assert max(held) < most
+        assert max(held) < MAX_OUTPUT
     flooded.close()
-    for output in flooded.outputs():
-        assert output.startswith("(the last 65536 of 314572")
-        assert output.endswith("xxxthe end\n")
+    for text in flooded.outputs():
+        assert text.startswith("(the last 65536 of 314572")
+        assert text.endswith("xxxthe end\n")
 
 
 FULL_DISK = """

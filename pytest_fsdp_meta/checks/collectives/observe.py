@@ -20,12 +20,7 @@ from pytest_fsdp_meta.checks.collectives.facts import Collective, FsdpGroup
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_memory
 from pytest_fsdp_meta.ranks.bits import digest
 from pytest_fsdp_meta.ranks.inventory import named_tensors
-from pytest_fsdp_meta.ranks.torch_private import (
-    fsdp_groups,
-    operator_arguments,
-    operator_name,
-    process_group,
-)
+from pytest_fsdp_meta.ranks.torch_private import fsdp_groups, operator_arguments, operator_name, process_group
 from pytest_fsdp_meta.ranks.watching import tensors_in, watching
 from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import Rank, current

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,26 +25,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import Recorder
 from pytest_fsdp_meta.checks.memory.facts import RankMemory
-from pytest_fsdp_meta.checks.memory.observe.peak import Peak, accelerator_of
+from pytest_fsdp_meta.checks.memory.observe import Peak, accelerator_of
 from pytest_fsdp_meta.checks.training.observe.beside import scheduler_for_reference
 from pytest_fsdp_meta.evidence import RankInventory, SubjectFacts
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.loader.declared import FROM_RANK_0, describe_declarations
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import is_stateful
 from pytest_fsdp_meta.ranks.adapters import lookup, zero3
 from pytest_fsdp_meta.ranks.batches import batch_slice
 from pytest_fsdp_meta.ranks.bits import NOTICES, poisoned_memory, restore_defaults
 from pytest_fsdp_meta.ranks.generators import read_all
-from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, non_persistent, reshard, take_inventory
-from pytest_fsdp_meta.ranks.mapped import MAPS
+from pytest_fsdp_meta.ranks.inventory import MAPS, managed_names, named_tensors, non_persistent, reshard, take_inventory
 from pytest_fsdp_meta.ranks.modes import kept_in_evaluation, train_model
 from pytest_fsdp_meta.ranks.module_watch import innermost_modules
 from pytest_fsdp_meta.ranks.optimizers import built_optimizer, optimizer_facts, pack_optimizer
-from pytest_fsdp_meta.ranks.precision import precision
 from pytest_fsdp_meta.ranks.sending import pack_function
 from pytest_fsdp_meta.ranks.torch_names import lacking
-from pytest_fsdp_meta.ranks.torch_private import is_compiled
+from pytest_fsdp_meta.ranks.torch_private import is_compiled, mixed_precision
 from pytest_fsdp_meta.ranks.watching import DTensorDraws, watching
 from pytest_fsdp_meta.text import grouped
 from pytest_fsdp_meta.worlds import SEED, Misuse, Rank, current, doing, forward_warnings
@@ -51,6 +52,11 @@ LEFT_IN_TRAINING = "modules in training"
 """The key, in a rank's state, of the modules that were in ``train()`` then."""
 PLACEHOLDERS = {"ds_id": "DeepSpeed's ZeRO-3"}
 """Attribute of parameters that may be placeholders -> who made it one."""
+FROM_RANK_0 = ("reference", "verifier", "export_reference", "batch", "loss", "optimizer", "scheduler")
+"""What is sent from rank 0 to the reference as it is, whatever other ranks declare."""
+OF_EACH_RANK = ("train_step", "save", "resume", "state_dict")
+"""Functions that every rank needs, and calls as its own: those of two stages of a pipeline may differ."""
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -281,3 +287,67 @@ def _pack_recipe(subject: Subject) -> dict[str, bytes]:
         function = pack_function(subject.clip_grad_norm, subject.model, built)
         packed["clip_grad_norm"] = dumps(function)
     return packed
+
+
+def describe_declarations(subject: Subject, facts: SubjectFacts) -> dict[tuple[str, tuple[str, ...]], str]:
+    """Return a text of each declaration, by the field and the tensors that it is about.
+
+    ``data``, ``adapter``, ``whole_while_loading`` and the index of ``data_parallel`` are a rank's own, and left out.
+    """
+    share, kept = subject.data_parallel, sorted(subject.beside.items())
+    plain = {
+        **{field: _describe(getattr(subject, field)) for field in (*FROM_RANK_0, "clip_grad_norm")},
+        **{field: "declared" for field in OF_EACH_RANK if getattr(subject, field) is not None},
+        "beside": ", ".join(name if is_stateful(one) else f"{name}: {_describe(one)}" for name, one in kept),
+        "data_parallel": f"a slice of {share[1]}" if share else "",
+        "loss_over_ranks": "" if facts.loss_over_ranks == "mean" else facts.loss_over_ranks,
+        "max_grad_norm": str(facts.max_grad_norm or ""),
+        "kept_attributes": ", ".join(sorted(facts.kept_attributes)),
+    }
+    by_name = {
+        "unsharded": dict.fromkeys(facts.unsharded, "declared"),
+        "offloaded": dict.fromkeys(facts.offloaded, "declared"),
+        "on_some_ranks": dict.fromkeys(facts.on_some_ranks, "declared"),
+        "frozen": {name: "declared" if source == name else source for name, source in facts.frozen.items()},
+        "drawn": {name: str(facts.drawn_rows.get(name, "declared")) for name in facts.drawn},
+        "placements": {name: ", ".join(placements) for name, placements in facts.placements.items()},
+    }
+    return {
+        **{(field, ()): text for field, text in plain.items() if text},
+        **{("tied", tuple(sorted(group))): "declared" for group in facts.tied},
+        **{(field, (name,)): text for field, names in by_name.items() for name, text in names.items()},
+    }
+
+
+def _describe(value: Any) -> str:
+    """Describe a path by itself, a function by its place and its code, and another object by its class.
+
+    What a function holds or is bound to is left out: a mesh, a device or a number may be the rank's own.
+    """
+    if value is None or isinstance(value, (str, os.PathLike)):
+        return "" if value is None else os.path.abspath(value)
+    while isinstance(value, partial):
+        value = value.func
+    function = inspect.unwrap(value)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    constants = [repr(one) for one in code.co_consts if not isinstance(one, (CodeType, frozenset))]
+    digest = crc32(repr((code.co_code, code.co_names, constants)).encode())  # two functions may be on one line
+    return f"{function.__name__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno}, code {digest:08x})"
+
+
+def precision(model: Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return ``computes_in`` and ``reduces_in`` of a RankInventory."""
+    policies: list[tuple[torch.dtype | None, torch.dtype | None]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = mixed_precision(module)
+            policies.append((policy.param_dtype, policy.reduce_dtype))
+        elif isinstance(module, WRAPPERS) and module.mixed_precision is not None:
+            policies.append((module.mixed_precision.param_dtype, module.mixed_precision.reduce_dtype))
+    return _names(policy[0] for policy in policies), _names(policy[1] for policy in policies)
+
+
+def _names(dtypes: Iterator[torch.dtype | None]) -> tuple[str, ...]:
+    return tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None}))

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pytest_fsdp_meta.checks.structure.facts import regions as layout_regions
+from pytest_fsdp_meta.checks.structure.facts import slice_runs
 from pytest_fsdp_meta.evidence import MeshFacts, Region
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.validation import short_placement
-from pytest_fsdp_meta.ranks.layout import regions as layout_regions
-from pytest_fsdp_meta.ranks.layout import slice_runs
 from pytest_fsdp_meta.ranks.torch_private import AsyncCollectiveTensor, local_tensor
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from pytest_fsdp_meta.checks.structure.facts import slice_runs
 from pytest_fsdp_meta.evidence import Region
 from pytest_fsdp_meta.loader.adapter import MEGATRON_FSDP, Adapter, Part
 from pytest_fsdp_meta.ranks.adapters.dtensor import held_regions, mesh_facts, own_memory, own_part
-from pytest_fsdp_meta.ranks.layout import slice_runs
 
 SLICE, WHOLE = "megatron_fsdp_slice", "orig_param"
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.loader.adapter import ZERO3, Adapter, Part
 from pytest_fsdp_meta.loader.validation import is_zero3_optimizer
-from pytest_fsdp_meta.ranks.precision import is_low
+from pytest_fsdp_meta.ranks.bits import is_low
 from pytest_fsdp_meta.ranks.torch_private import before_other_step_hooks
 
 HELD = "ds_tensor"

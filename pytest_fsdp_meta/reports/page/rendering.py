@@ -1,4 +1,7 @@
-"""Rendering of templates, style and script into one HTML file. Everything from the report is escaped as text."""
+"""Rendering of templates, style and script into one HTML file. Everything from the report is escaped as text.
+
+A card of "What broke" has one cause, with its loaders, the decisive values and a command that reruns it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import hashlib
 import json
 import shlex
 import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -17,15 +22,17 @@ from pytest_fsdp_meta.checks.simulation.facts import BACKWARD, PARTS
 from pytest_fsdp_meta.evidence.codec import write_whole
 from pytest_fsdp_meta.reports.compare import Comparison, describe_comparison, mark_of
 from pytest_fsdp_meta.reports.history import describe_history
-from pytest_fsdp_meta.reports.page.broke import MOST_VALUES, make_cards
+from pytest_fsdp_meta.reports.page.checks import CheckView, FindingLine, as_line
 from pytest_fsdp_meta.reports.page.layouts import PROBLEMS, STATES
 from pytest_fsdp_meta.reports.page.traced import GLYPHS as TRACED_GLYPHS
 from pytest_fsdp_meta.reports.page.traced import cells_of
-from pytest_fsdp_meta.reports.page.view import GLYPHS, TABS, build_view
+from pytest_fsdp_meta.reports.page.view import GLYPHS, TABS, LoaderView, PageView, build_view
 from pytest_fsdp_meta.reports.schema import BAD, SKIPS, STATUSES, TRACED, Report, describe_kind
 from pytest_fsdp_meta.reports.sizes import BAR_HEIGHT, BAR_WIDTH, why_no_step
+from pytest_fsdp_meta.reports.story import Story, stories_of, with_starts
+from pytest_fsdp_meta.reports.terminal import describe_first, fold_tensors, group_for_lines
 from pytest_fsdp_meta.reports.totals import name_activity
-from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, name_ranks, printable
+from pytest_fsdp_meta.text import LINES, as_bytes, counted, first_of, fold_names, grouped, name_ranks, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
 HERE = files("pytest_fsdp_meta.reports.page")
 STYLES = ("templates/page.css", "templates/history.css")
 SCRIPTS = tuple(f"templates/{name}.js" for name in ("page", "state", "matrix", "filters", "links", "start"))
+MOST_VALUES = 3
+"""Lines of values on a card; the loaders below have all."""
+MOST_ALIKE = 2
+"""Lines of one check that differ only in numbers, before one line stands for them."""
 
 
 def write_page(report: Report, path: Path, comparison: Comparison | None = None, problem: str = "") -> None:
@@ -168,3 +179,67 @@ def describe_time(text: str) -> str:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M:%S %Z")
     except ValueError:
         return text
+
+
+# The cards of "What broke".
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a check found, in ``loaders`` loaders with the same values; ``where`` is the first of them.
+
+    ``names`` are the folded names of the tensors, and ``note`` says whose numbers or detail the line has.
+    """
+
+    check: str
+    line: FindingLine
+    names: tuple[str, ...]
+    note: str
+    where: str
+    findings: int
+    """The number of findings in all of these loaders."""
+    loaders: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """One cause, with what was found and where to read more."""
+
+    story: Story
+    values: tuple[Value, ...]
+    chips: tuple[tuple[LoaderView, LoaderView | CheckView], ...]
+    """Each loader, with where its details and its first cell are: its own, or those of the check that failed."""
+
+    @property
+    def left(self) -> int:
+        """The number of findings that it does not show."""
+        return sum(value.findings for value in self.values[MOST_VALUES:])
+
+
+def make_cards(page: PageView) -> list[Card]:
+    """Return the cards of a page, in the terminal's order."""
+    views = {id(loader.record): loader for loader in page.loaders}
+    stories = with_starts(stories_of(page.report.loaders), page.report)
+    return [Card(story, tuple(_values(story, views)), tuple(_chips(story, views))) for story in stories]
+
+
+def _chips(story: Story, views: Mapping[int, LoaderView]) -> Iterator[tuple[LoaderView, LoaderView | CheckView]]:
+    first = {id(place.loader): place.check for place in reversed(story.places)}
+    for record in story.loaders:
+        loader, check = views[id(record)], first[id(record)]
+        yield loader, loader if check is None or record.is_crashed else loader.checks[check.check]
+
+
+def _values(story: Story, views: Mapping[int, LoaderView]) -> Iterator[Value]:
+    """Yield what was found, with the number of loaders that have the same values."""
+    found = grouped(
+        ((place.check.check, as_line(similar)), (place, similar))
+        for place in story.places
+        for similar in group_for_lines(place.findings, MOST_ALIKE)
+        if place.check is not None
+    )
+    for (check, line), same in found.items():
+        place, similar = same[0]
+        names, where = tuple(fold_tensors(line.names, place.kinds)), views[id(place.loader)].short
+        findings = sum(len(one) for _, one in same)
+        yield Value(check, line, names, describe_first(similar), where, findings, len(same))

@@ -24,7 +24,7 @@ from pathlib import Path
 from pytest_fsdp_meta.worlds.rank import coverage
 from pytest_fsdp_meta.worlds.rank.preload import IMPORTING, REQUEST
 from pytest_fsdp_meta.worlds.spec import Sources
-from pytest_fsdp_meta.worlds.system import processes, temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 from pytest_fsdp_meta.worlds.system.multiprocessing_private import ForkServer
 
 MAIN = "pytest_fsdp_meta.worlds.local.forkserver_main"
@@ -50,14 +50,14 @@ class Server:
     ) -> None:
         """With ``early``, import these modules, look up these names in them, and wait for ``give``."""
         resource_tracker.ensure_running()  # else it starts between folder and server, where a kill leaves the folder
-        self._folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("preload")))
+        self._folder = Path(tempfile.mkdtemp(prefix=processes.folder_prefix("preload")))
         self._report: tuple[str, dict[str, str]] | None = None
         self._spared: frozenset[int] = frozenset()
         """Processes that the imported modules have started; they outlive the ranks."""
         start = {
             "path": list(sources.path),
             "early": None if early is None else {name: list(names) for name, names in early.items()},
-            "leftovers": temp_folders.pattern(),
+            "leftovers": processes.folders_pattern(),
             "parent": os.getpid(),
             "from_main_thread": threading.current_thread() is threading.main_thread(),
         }

@@ -36,7 +36,7 @@ from pytest_fsdp_meta.worlds.rank.preload import (
 )
 from pytest_fsdp_meta.worlds.rank.warnings import enable_all
 from pytest_fsdp_meta.worlds.spec import VISIBLE, Sources
-from pytest_fsdp_meta.worlds.system import processes, temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 
 PATIENCE = 0.5
 """Seconds for ranks to end by themselves when the parent has gone."""
@@ -113,7 +113,7 @@ def _ending_with(parent: int, leftovers: str) -> Iterator[None]:
 
     def leave(*_: object) -> None:
         if _has_gone(parent):  # otherwise the signal was sent to end a whole job, and the parent decides
-            temp_folders.remove(leftovers)
+            processes.remove_folders(leftovers)
             _forget_address(address, parent, os.getpid())
             os._exit(1)
 
@@ -164,7 +164,7 @@ def _end_ranks(server: int, leftovers: str) -> None:
     while processes.children(server) and time.monotonic() < deadline:
         time.sleep(processes.PAUSE)
     processes.end_children(server)
-    temp_folders.remove(leftovers)
+    processes.remove_folders(leftovers)
 
 
 def _use_large_pages() -> None:

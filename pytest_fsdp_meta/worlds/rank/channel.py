@@ -20,7 +20,7 @@ from pytest_fsdp_meta.worlds.diagnosis import flight_recorder
 from pytest_fsdp_meta.worlds.engine import pack_message, read_note
 from pytest_fsdp_meta.worlds.failures import CUT_OFF, CUT_OFF_MARK
 from pytest_fsdp_meta.worlds.rank import tracebacks
-from pytest_fsdp_meta.worlds.system import output, temp_folders
+from pytest_fsdp_meta.worlds.system import output
 
 POLL_INTERVAL = 0.5
 """Seconds between two checks how much this rank has written and whether its pipe is still open."""
@@ -51,7 +51,7 @@ class Channel:
             try:
                 while not pipe.poll(POLL_INTERVAL * 1000):
                     self._check_pipe()
-                    temp_folders.bound_output(self._output)
+                    output.bound_file(self._output)
                 note = self._connection.recv_bytes()
             except (EOFError, OSError):
                 self._check_pipe()

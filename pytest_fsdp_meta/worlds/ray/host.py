@@ -29,7 +29,7 @@ from pytest_fsdp_meta.worlds.local.member import LocalMember
 from pytest_fsdp_meta.worlds.rank.main import Assignment
 from pytest_fsdp_meta.worlds.rank.rendezvous import listen
 from pytest_fsdp_meta.worlds.ray import wire
-from pytest_fsdp_meta.worlds.system import temp_folders
+from pytest_fsdp_meta.worlds.system import processes
 from pytest_fsdp_meta.worlds.system.output import read
 
 NODE_VARIABLES = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR")
@@ -89,7 +89,7 @@ class Host:
     def _run_rank(self, parent: Connection, request: LaunchRequest) -> None:
         with ExitStack() as stack:
             try:
-                folder = Path(tempfile.mkdtemp(prefix=temp_folders.prefix("world")))
+                folder = Path(tempfile.mkdtemp(prefix=processes.folder_prefix("world")))
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 task = localize(request, folder, self.address)
                 self._engine.ready()

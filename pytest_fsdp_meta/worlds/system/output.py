@@ -21,6 +21,12 @@ CHUNK = 2**20
 _CHUNKS_PER_TURN = 256
 """Chunks read from one rank before the next rank's turn, also in the last turn after ``stop``."""
 _IOLBF = 1
+MAX_OUTPUT = 64 * 2**20
+"""Bytes on the disk above which the older part of a rank's output is discarded."""
+KEPT_OUTPUT = 2**20
+"""Bytes of the output that are kept then."""
+PUNCH_HOLE_KEEP_SIZE = 3
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE: flags of fallocate that os.posix_fallocate does not accept."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,22 @@ def flush() -> None:
             stream.flush()
     with suppress(ValueError, AttributeError):
         _libc().fflush(_c_stdout())
+
+
+def bound_file(path: Path) -> None:
+    """Free the disk space of all but the end of a file that has grown too large; its size does not change."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # the file has been removed
+        found = path.stat()
+        if found.st_blocks * 512 <= MAX_OUTPUT:
+            return
+        file = os.open(path, os.O_WRONLY)
+        try:
+            size = ctypes.c_longlong(found.st_size - KEPT_OUTPUT)
+            _libc().fallocate(file, PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(0), size)
+        finally:
+            os.close(file)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Processes: who their parents are and what ends them, descriptor limits, Ctrl-C, and the out-of-memory killer.
+"""Processes: their parents and what ends them, temporary folders, descriptor limits, Ctrl-C, the out-of-memory killer.
 
 What uses prctl or /proc does nothing outside Linux; there, only a rank's process group ends together with it.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import os
 import resource
+import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,6 +38,9 @@ _SPARE_DESCRIPTORS = 16
 """For a fork server that is still to start, and for removing a folder."""
 _IGNORED: dict[int, Any] = {}
 """The former handler of each signal that ``outlive_group`` ignores."""
+_RUN = secrets.token_hex(4)
+"""Part of the names of temporary folders. Unique among all processes, also those of other machines and containers that
+share the disk."""
 
 
 # Parents and children
@@ -127,6 +133,34 @@ def defer_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received:
             before(*received[0])
+
+
+# Temporary folders, named so that the fork server can remove them when this process was killed
+
+
+def _name_run() -> None:
+    """A fork would otherwise share its parent's name, and remove the parent's folders when it is killed."""
+    global _RUN
+    _RUN = secrets.token_hex(4)
+
+
+os.register_at_fork(after_in_child=_name_run)
+
+
+def folder_prefix(kind: str) -> str:
+    """Return the prefix for the name of a temporary folder of this kind."""
+    return f"fsdp-{kind}-{_RUN}-"
+
+
+def folders_pattern() -> str:
+    """Return the glob pattern that matches all temporary folders of this process."""
+    return os.path.join(glob.escape(tempfile.gettempdir()), f"fsdp-*-{_RUN}-*")
+
+
+def remove_folders(pattern: str) -> None:
+    """Remove the folders that match the pattern."""
+    for folder in glob.glob(pattern):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # Limits

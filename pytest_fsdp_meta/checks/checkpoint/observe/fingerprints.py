@@ -1,19 +1,23 @@
-"""Reduce any value of a state dict to a fingerprint."""
+"""Reduce any value of a state dict to a fingerprint, and find the float32 copies of parameters in an optimizer."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.facts import Fingerprint
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
-from pytest_fsdp_meta.ranks.bits import digest
+from pytest_fsdp_meta.ranks.bits import digest, is_low
+from pytest_fsdp_meta.ranks.inventory import named_tensors
+from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 
 READABLE = 40
 """Most characters of a text that is not hashed."""
@@ -80,3 +84,36 @@ def _describe(value: Any, within: tuple[Any, ...]) -> Iterator[str]:
 
 def _hash(data: bytes | bytearray) -> str:
     return hashlib.sha256(data, usedforsecurity=False).hexdigest()[:32]
+
+
+def float_copies(model: Module, optimizer: Optimizer, beside: Iterable[tuple[str, Any]]) -> dict[str, bool]:
+    """Return ``RankResumed.copies``: whatever rounds to a parameter, element by element, is a copy of it.
+
+    The values that are declared to be ``beside`` the model are compared as such.
+    """
+    named = ((name, local_part(tensor)) for name, kind, tensor in named_tensors(model) if kind == "parameter")
+    low = [(name, local) for name, local in named if is_low(local.dtype) and local.numel() and not local.is_meta]
+    declared = {local_part(value).data_ptr() for _, value in beside if isinstance(value, Tensor)} if low else ()
+    names, found = {digest(local): name for name, local in low}, dict[str, bool]()
+    for dtype in {local.dtype for _, local in low}:
+        for key, value in _float_tensors([vars(part) for part in parts_of_optimizer(optimizer)], "", set()):
+            rounded = value.to(dtype)
+            if value.data_ptr() not in declared and (name := names.get(digest(rounded))):
+                entry = f"{name}: {key}"
+                found[entry] = found.get(entry, False) or not torch.equal(rounded.to(value.dtype), value)
+    return found
+
+
+def _float_tensors(value: object, key: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor in nested containers and optimizers with the last name that leads to it."""
+    if isinstance(value, Tensor):
+        if value.dtype in (torch.float32, torch.float64) and value.ndim and not value.is_meta:
+            yield key, local_part(value)
+        return
+    if isinstance(value, Optimizer):
+        value = vars(value)
+    if not isinstance(value, (Mapping, list, tuple)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ((None, item) for item in value):
+        yield from _float_tensors(item, name if isinstance(name, str) else key, seen)

@@ -34,8 +34,7 @@ from pytest_fsdp_meta.checks.checkpoint.observe.author import (
     still_saving,
     with_changes,
 )
-from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
-from pytest_fsdp_meta.checks.checkpoint.observe.float_copies import float_copies
+from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint, float_copies
 from pytest_fsdp_meta.checks.checkpoint.observe.state_dict import EXTRA_STATE
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.random_numbers.facts import RandomState
@@ -294,10 +293,7 @@ def _stepping_silently(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _overwrite(
-    subject: Subject,
-    changed: Collection[str] = (),
-    optimizer: Optimizer | None = None,
-    beside: Beside | None = None,
+    subject: Subject, changed: Collection[str] = (), optimizer: Optimizer | None = None, beside: Beside | None = None
 ) -> None:
     """Overwrite all that a checkpoint must restore, so that loading nothing is noticed.
 
@@ -402,7 +398,7 @@ def _describe_all(subject: Subject, optimizer: Optimizer, model: RankSaved) -> R
         beside=beside.fingerprints(),
         rounded=beside.rounded(subject.model),
         plain=beside.plain(),
-        copies=float_copies(subject.model, optimizer, beside),
+        copies=float_copies(subject.model, optimizer, beside.entries()),
     )
 
 

@@ -270,12 +270,7 @@ def _describe_repeated(parts: Sequence[_Part], excess: Counter[str], number: int
         ranks = tuple(sorted(rank for part in found for rank in part.ranks))
         explanation = _NOT_SPLIT if len(alike) == 1 else _SPLIT_BY_ONE_DIM
         yield Finding(
-            DATA,
-            ranks,
-            "the same rows on these ranks",
-            "different rows on each of them",
-            detail,
-            **explanation,
+            DATA, ranks, "the same rows on these ranks", "different rows on each of them", detail, **explanation
         )
     if same:
         return

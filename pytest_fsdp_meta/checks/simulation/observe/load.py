@@ -21,8 +21,7 @@ from pytest_fsdp_meta.checks.collectives.observe import INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import Loaded, call_loader, describe, judgeable_subject
 from pytest_fsdp_meta.evidence import ReferenceFacts
 from pytest_fsdp_meta.loader.call import Call
-from pytest_fsdp_meta.ranks.inventory import managed_names, named_tensors, take_inventory
-from pytest_fsdp_meta.ranks.mapped import MappedFiles
+from pytest_fsdp_meta.ranks.inventory import MappedFiles, managed_names, named_tensors, take_inventory
 from pytest_fsdp_meta.ranks.torch_names import lacking
 from pytest_fsdp_meta.ranks.torch_private import (
     TorchDispatchMode,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pytest_fsdp_meta.checks.memory.observe.peak import Meter
+from pytest_fsdp_meta.checks.memory.observe import Meter
 from pytest_fsdp_meta.checks.simulation.facts import ACTIVATIONS, GATHERED, HELD, OPTIMIZER, TEMPORARY, PhasePeak
 from pytest_fsdp_meta.ranks.torch_private import operator_name, tree_leaves
 

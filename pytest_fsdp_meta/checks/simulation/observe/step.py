@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.collectives.observe import GROUPS, INPUTS, NAMESPACES, OPS
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import noting_resizes
-from pytest_fsdp_meta.checks.memory.observe.step import gathered_groups
+from pytest_fsdp_meta.checks.memory.observe import gathered_groups, noting_resizes
 from pytest_fsdp_meta.checks.simulation.facts import (
     BACKWARD,
     BACKWARD_PASS,

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.memory.observe import return_freed_memory
 from pytest_fsdp_meta.checks.tracing.facts import DEPARTS, ModuleFacts, OtherSetting, RankTrace
 from pytest_fsdp_meta.checks.tracing.observe.comparison import Spill, TraceComparison, TracedReference
 from pytest_fsdp_meta.checks.tracing.observe.matching import Layout
 from pytest_fsdp_meta.checks.training.facts import FIRST_BACKWARD, Objective
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.noise import coarsest_unit
 from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.values.observe import read_part
 from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject

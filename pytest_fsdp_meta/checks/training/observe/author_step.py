@@ -23,13 +23,14 @@ from pytest_fsdp_meta.checks.checkpoint.observe.fingerprints import fingerprint
 from pytest_fsdp_meta.checks.materialisation.observe import resharded_subject
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, UPDATE, StepNotFinite
 from pytest_fsdp_meta.checks.training.observe.beside import SCHEDULER, Beside, last_beside, last_optimizer, rates_of
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.evidence import TensorFacts
 from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.loader.validation import shorten
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice, call_field, rows_of_step
+from pytest_fsdp_meta.ranks.bits import COMPUTED
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.joined_optimizer import (
     before_steps,
@@ -41,7 +42,6 @@ from pytest_fsdp_meta.ranks.joined_optimizer import (
 from pytest_fsdp_meta.ranks.modes import with_dropout
 from pytest_fsdp_meta.ranks.module_watch import tensors_in
 from pytest_fsdp_meta.ranks.optimizers import handed_over
-from pytest_fsdp_meta.ranks.precision import COMPUTED
 from pytest_fsdp_meta.text import counted, first_line
 from pytest_fsdp_meta.worlds import Rank, cause_of, current, doing
 

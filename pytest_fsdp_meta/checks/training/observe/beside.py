@@ -26,10 +26,10 @@ from pytest_fsdp_meta.loader.validation import is_stateful, takes
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, own_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
 from pytest_fsdp_meta.ranks.batches import calling
+from pytest_fsdp_meta.ranks.bits import is_low
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
-from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.sending import PackedFunction, pack_function, unpack_function
 from pytest_fsdp_meta.text import clean_name, first_line, grouped
 from pytest_fsdp_meta.worlds import Rank

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.checkpoint.observe.round_trip import make_optimizer_state
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
-from pytest_fsdp_meta.checks.memory.observe.step import memory_of, observe_step_memory
+from pytest_fsdp_meta.checks.memory.observe import memory_of, observe_step_memory
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, OWN_CHANGES
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause, on_any_rank
 from pytest_fsdp_meta.checks.training.observe.beside import Beside
@@ -32,7 +32,7 @@ from pytest_fsdp_meta.loader.subject import Subject, SubjectError
 from pytest_fsdp_meta.ranks.adapters import megatron_fsdp
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part, mesh_facts
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import global_batch, has_rows, indivisible, loss_of, own_rows, rows_of_step
+from pytest_fsdp_meta.ranks.batches import global_batch, has_rows, loss_of, own_rows, rows_of_step
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, reshard
 from pytest_fsdp_meta.ranks.joined_optimizer import parts_of_optimizer, stepped_tensors, steps_after
@@ -237,8 +237,11 @@ MICRO_BATCHES = 2
 
 def indivisible_batch(subject: Subject, size: int) -> str:
     """Return why the first batch does not split into micro-batches for ``size`` ranks; empty where it does."""
-    rows = indivisible(global_batch(subject, 0), size * MICRO_BATCHES)
-    return f"{rows}, which do not divide into {MICRO_BATCHES} micro-batches for each of {size} ranks" if rows else ""
+    for key, value in global_batch(subject, 0).items():
+        if has_rows(value) and value.shape[0] % (size * MICRO_BATCHES):
+            rows = f"{key!r} has {value.shape[0]} rows"
+            return f"{rows}, which do not divide into {MICRO_BATCHES} micro-batches for each of {size} ranks"
+    return ""
 
 
 def micro_batches(data_parallel: tuple[int, int]) -> list[tuple[int, int]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import SubjectError
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
-from pytest_fsdp_meta.ranks.batches import calling_field
+from pytest_fsdp_meta.ranks.batches import calling_field, scalar
 from pytest_fsdp_meta.ranks.inventory import named_tensors
 from pytest_fsdp_meta.ranks.reference_record import Record, record_at, write_record
 from pytest_fsdp_meta.ranks.sending import PackedFunction, unpack_function
@@ -88,7 +87,7 @@ def gradient_norm(model: Module, own: ClipGradNorm | None) -> tuple[float | None
     try:
         with torch.no_grad():
             # clip_grad_norm_ computes this norm and then scales the gradients by it.
-            return _as_number(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
+            return scalar(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])), ""
     except Exception as error:  # torch raises many types for meshes or kinds of tensors that it cannot mix
         return None, f"{type(error).__name__}: {first_line(error)}"
 
@@ -109,7 +108,7 @@ def norm_by_clipping(model: Module, clip: ClipGradNorm) -> float:
     with _kept_gradients(model) as parameters, calling_field("clip_grad_norm"):
         norm = clip(parameters, float("inf"))
     if isinstance(norm, (int, float)) or (isinstance(norm, Tensor) and norm.numel() == 1):
-        return _as_number(norm)
+        return scalar(norm)
     shown = tuple(norm.shape) if isinstance(norm, Tensor) else type(norm).__name__
     raise SubjectError("clip_grad_norm", f"it returned {shown}, but should return the norm before clipping, a number")
 
@@ -131,10 +130,6 @@ def _kept_gradients(model: Module) -> Iterator[list[Parameter]]:
                 local.copy_(before)
         for parameter, gradient in kept:
             parameter.grad = gradient  # the function may have replaced it
-
-
-def _as_number(norm: Tensor | float) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 HALVINGS = 10

@@ -13,15 +13,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.materialisation.observe import loaded_subject
-from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
+from pytest_fsdp_meta.checks.memory.observe import return_freed_memory
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD
 from pytest_fsdp_meta.checks.training.observe.author_step import describe_cause
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import accumulate, half_of_ranks
-from pytest_fsdp_meta.checks.training.observe.given import give_buffers
 from pytest_fsdp_meta.checks.training.observe.gradients import ReferenceClipping, gradient_norm
-from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
+from pytest_fsdp_meta.checks.training.observe.movement import SNAPSHOTS, Snapshot, snapshots_after
+from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, give_buffers, restore
 from pytest_fsdp_meta.checks.training.observe.reference_training import accumulate_as_ranks
-from pytest_fsdp_meta.checks.training.observe.snapshots import SNAPSHOTS, Snapshot, snapshots_after
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.values.observe import comparable, read_part
 from pytest_fsdp_meta.evidence import Noise, ReferenceFacts, TensorNoise
@@ -29,10 +28,10 @@ from pytest_fsdp_meta.loader.adapter import Part
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.adapters.lookup import parts_of
+from pytest_fsdp_meta.ranks.bits import COMPUTED
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors
 from pytest_fsdp_meta.ranks.nudges import Nudges
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer
-from pytest_fsdp_meta.ranks.precision import COMPUTED
 from pytest_fsdp_meta.ranks.reference_record import Record, noise_of, record_at, write_record
 from pytest_fsdp_meta.worlds import SEED, current
 

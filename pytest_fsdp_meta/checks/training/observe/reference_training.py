@@ -19,8 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from pytest_fsdp_meta.checks.memory.facts import StepMemory
-from pytest_fsdp_meta.checks.memory.observe.peak import return_freed_memory
-from pytest_fsdp_meta.checks.memory.observe.step import memory_of
+from pytest_fsdp_meta.checks.memory.observe import memory_of, return_freed_memory
 from pytest_fsdp_meta.checks.random_numbers.observe import watching_draws
 from pytest_fsdp_meta.checks.training.facts import AFTER, FORWARD, GIVEN_BUFFERS
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
@@ -32,11 +31,16 @@ from pytest_fsdp_meta.checks.training.observe.first_batch_again import (
     micro_batches,
     union_of_ranks,
 )
-from pytest_fsdp_meta.checks.training.observe.given import give_buffers, set_values
 from pytest_fsdp_meta.checks.training.observe.gradients import ReferenceClipping, gradient_norm
-from pytest_fsdp_meta.checks.training.observe.movement import gradient_noise, root_mean_square
-from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, restore
-from pytest_fsdp_meta.checks.training.observe.snapshots import BUFFERS, parameters_of, snapshots_after, whole_gradients
+from pytest_fsdp_meta.checks.training.observe.movement import (
+    BUFFERS,
+    gradient_noise,
+    parameters_of,
+    root_mean_square,
+    snapshots_after,
+    whole_gradients,
+)
+from pytest_fsdp_meta.checks.training.observe.reference import declared_subject, give_buffers, restore, set_values
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import changed_since
 from pytest_fsdp_meta.evidence import ReferenceFacts

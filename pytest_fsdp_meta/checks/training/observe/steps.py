@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from pytest_fsdp_meta.checks.training.facts import BETWEEN, END, FORWARD, UNKNOWN_DTYPE, UPDATE
 from pytest_fsdp_meta.checks.training.observe.author_step import AuthorStep, run_author_step
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside, rates_of
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
-from pytest_fsdp_meta.checks.training.observe.given import give_buffers
+from pytest_fsdp_meta.checks.training.observe.reference import give_buffers
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import (
@@ -32,7 +32,6 @@ from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients
 from pytest_fsdp_meta.ranks.joined_optimizer import before_steps, parts_of_optimizer, steps_after, train_optimizer
 from pytest_fsdp_meta.ranks.modes import comparable_modes, train_model
-from pytest_fsdp_meta.ranks.precision import noting_autocast
 from pytest_fsdp_meta.worlds import SEED, doing
 
 
@@ -185,3 +184,22 @@ def _author_step(
     with observer.during_forwards(number, rows):
         look, scale = partial(observer.after_backward, number), observer.gradient_scale
         return run_author_step(subject, optimizer, rows, number, look, beside, scale, observer.buffers, observer.watch)
+
+
+@contextmanager
+def noting_autocast(device: torch.device) -> Iterator[set[str]]:
+    """Yield the dtypes of each ``torch.autocast`` for the device that is entered where gradients are computed."""
+    found: set[str] = set()
+    enter = torch.autocast.__enter__
+
+    def noting(autocast: torch.autocast) -> Any:
+        entered = enter(autocast)
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(device.type):
+            found.add(str(torch.get_autocast_dtype(device.type)).removeprefix("torch."))
+        return entered
+
+    torch.autocast.__enter__ = noting
+    try:
+        yield found
+    finally:
+        torch.autocast.__enter__ = enter

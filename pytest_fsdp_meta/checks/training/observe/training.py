@@ -26,9 +26,7 @@ from pytest_fsdp_meta.checks.training.facts import (
     TrainedBuffers,
 )
 from pytest_fsdp_meta.checks.training.observe.beside import Beside, make_beside
-from pytest_fsdp_meta.checks.training.observe.first_backward import BackwardWatch
 from pytest_fsdp_meta.checks.training.observe.first_batch_again import FirstBatchAgain
-from pytest_fsdp_meta.checks.training.observe.forward_weights import WeightWatch
 from pytest_fsdp_meta.checks.training.observe.gradients import (
     ADDED,
     LEFT_OVER,
@@ -49,9 +47,10 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     moved_rows,
     movements,
     random_states,
+    snapshots_after,
     swallowed,
 )
-from pytest_fsdp_meta.checks.training.observe.snapshots import snapshots_after
+from pytest_fsdp_meta.checks.training.observe.step_watches import BackwardWatch, WeightWatch
 from pytest_fsdp_meta.checks.training.observe.steps import StepObserver, train
 from pytest_fsdp_meta.checks.training.observe.trained_buffers import BufferWatch, broadcast_buffers
 from pytest_fsdp_meta.checks.training.observe.training_mode import ModeWatch
@@ -59,10 +58,10 @@ from pytest_fsdp_meta.evidence import Clipping, Comparison, Movement, RankTraini
 from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.adapters.dtensor import local_part
 from pytest_fsdp_meta.ranks.batches import batch_slice
+from pytest_fsdp_meta.ranks.bits import is_low
 from pytest_fsdp_meta.ranks.inventory import reshard, take_inventory
 from pytest_fsdp_meta.ranks.modes import IN_EVALUATION, dropout_fractions
 from pytest_fsdp_meta.ranks.optimizers import make_optimizer, optimizer_facts
-from pytest_fsdp_meta.ranks.precision import is_low
 from pytest_fsdp_meta.ranks.reference_record import RECORDS, Record, record_at
 from pytest_fsdp_meta.worlds import Rank, current
 

@@ -1,1 +1,0 @@
-"""Observers of the topic memory."""
