@@ -22,7 +22,7 @@ from fixtures.releases import needs_gather_in_backward
 from pytest_fsdp_meta.checks.collectives.facts import Collective
 from pytest_fsdp_meta.checks.collectives.observe import FSDP_BUFFERS, Recorder, StepTraffic, observe_step, watching_step
 from pytest_fsdp_meta.checks.memory import observe as memory
-from pytest_fsdp_meta.checks.memory.observe import POINTS, Change, Meter, Peak, find_peaks, make_timeline
+from pytest_fsdp_meta.checks.memory.observe import Change, Meter, Peak, find_peaks
 from pytest_fsdp_meta.ranks.inventory import MAPS, MappedFiles
 from pytest_fsdp_meta.ranks.watching import watching
 from pytest_fsdp_meta.worlds import current
@@ -455,31 +455,3 @@ def test_what_is_on_the_device_counts_but_not_for_the_host():
     on_device = Change(0, 32, 4, on_host=False)
     peaks = find_peaks([Change(0, 32, 4), on_device], model)
     assert (peaks.host, peaks.whole) == (32, 16)
-    assert make_timeline([on_device, Change(0, 32, 4)], [11.0, 12.0], began=10) == ((2.0, 32),)
-
-
-def test_a_timeline_of_the_memory_alive():
-    peak = Peak(torch.device("cpu"))
-    with peak.measured(), watching(peak.meter):
-        kept = torch.ones(KIB)
-        passing = torch.ones(2 * KIB)
-        del passing
-    facts = peak.facts(nn.Module())
-    assert [alive for _, alive in facts.timeline] == [1024, 3 * 1024, 1024]
-    seconds = [time for time, _ in facts.timeline]
-    assert seconds == sorted(seconds)
-    assert seconds[0] >= 0
-    assert len(kept) == KIB
-
-
-def test_a_long_timeline_keeps_its_highest_and_its_last():
-    changes = [Change(0, 8, 4), Change(8, 0, 4)] * 5000
-    changes[6000] = Change(0, 4096, 4)
-    changes[6001] = Change(4096, 0, 4)
-    timeline = make_timeline(changes, [10 + 0.001 * index for index in range(len(changes))], began=10)
-    assert len(timeline) == POINTS
-    assert max(timeline, key=lambda one: one[1]) == (6.0, 4096)
-    assert timeline[-1] == (9.999, 0)
-    assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
-    assert len(make_timeline(changes, [10.0] * len(changes), began=10)) == 2  # all at once
-    assert make_timeline([], [], began=0) == ()

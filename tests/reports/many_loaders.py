@@ -195,5 +195,4 @@ def _curves(steps: int, distance: float = 4e-7) -> Curves:
 
 def _memory(rank: int) -> RankMemory:
     levels = [(8192 + 512 * rank) * (1 + (7 * point + rank) % 11) for point in range(POINTS)]
-    timeline = tuple((round(0.01 * point, 4), level) for point, level in enumerate(levels))
-    return RankMemory(host=max(levels), whole=2048, timeline=timeline)
+    return RankMemory(host=max(levels), whole=2048)

@@ -284,8 +284,7 @@ def traced_step(block: str = "model.layers.2") -> TracedStep:
 
 def memory(rank: int) -> RankMemory:
     levels = (0, 8192, 24576, 65536, 40960 + 512 * rank, 73728, 32768, 16384, 16384)
-    timeline = tuple((round(0.05 * index, 4), level) for index, level in enumerate(levels))
-    return RankMemory(host=max(levels), whole=2048, beyond=0, timeline=timeline)
+    return RankMemory(host=max(levels), whole=2048, beyond=0)
 
 
 def passing(now: Report) -> Report:

@@ -44,12 +44,10 @@ class RankMemory:
     bytes; ``device`` is None if the ranks run on the CPU. ``whole`` is the largest number of elements held at one time,
     on the host and the device, by tensors as large as whole parameters. ``beyond`` is the largest number of bytes
     there that ``COPIES`` of this rank's own shards do not explain, counted only while at least the whole model was
-    held. ``timeline`` has the bytes held on the host as (seconds since the load began, bytes): every change, or the
-    peak of each interval.
+    held.
     """
 
     host: int
     whole: int = 0
     beyond: int = 0
     device: int | None = None
-    timeline: tuple[tuple[float, int], ...] = ()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,8 +40,6 @@ from pytest_fsdp_meta.ranks.watching import tensors_in
 from pytest_fsdp_meta.text import first_line, grouped
 from pytest_fsdp_meta.worlds import SEED
 
-POINTS = 200
-"""Most points of a timeline: a chart is hardly wider in pixels, and a report has one timeline per rank."""
 HOST = "cpu"
 META = "meta"
 T = TypeVar("T")
@@ -86,8 +83,6 @@ class Meter:
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self.times: list[float] = []
-        """The time of each change in seconds, on the clock of ``perf_counter``."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when the rest of the block no longer counts as loading."""
         self._over = False
@@ -144,7 +139,6 @@ class Meter:
     def _log_size(self, key: int, size: int) -> None:
         if size != self._sizes[key]:
             self.changes.append(Change(self._sizes[key], size, *self._kinds[key]))
-            self.times.append(perf_counter())
             self._sizes[key] = size
 
 
@@ -200,27 +194,6 @@ def find_peaks(
     return peaks
 
 
-def make_timeline(changes: Iterable[Change], times: Sequence[float], began: float) -> tuple[tuple[float, int], ...]:
-    """Return (seconds since ``began``, bytes alive on the host) of every change there.
-
-    Where there are more than ``POINTS`` changes, return the highest of each interval and the last one.
-    """
-    alive = 0
-    points = []
-    for (before, after, _, on_host), time in zip(changes, times, strict=False):  # storages may be freed meanwhile
-        if on_host:
-            alive += after - before
-            points.append((round(time - began, 4), alive))
-    if len(points) <= POINTS:
-        return tuple(points)
-    interval = points[-1][0] / (POINTS - 1) or 1
-    highest: dict[int, tuple[float, int]] = {}
-    for point in points:
-        slot = int(point[0] / interval)
-        highest[slot] = max(highest.get(slot, point), point, key=lambda seconds_and_bytes: seconds_and_bytes[1])
-    return (*list(highest.values())[: POINTS - 1], points[-1])
-
-
 def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
     """Change the count of a size by ``change``; return how much that changes the count when capped at the limit."""
     before = min(counts[size], limit)
@@ -249,7 +222,6 @@ class Peak:
         self._accelerator = accelerator_of(device)
         self._device_peak: int | None = None
         self._before = 0
-        self._began = 0.0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -258,7 +230,6 @@ class Peak:
             _allocate_workspaces(self._device)
             self._accelerator.reset_peak_memory_stats(self._device)
             self._before = self._accelerator.memory_allocated(self._device)
-        self._began = perf_counter()
         try:
             with noting_resizes(self.meter):
                 yield
@@ -271,13 +242,12 @@ class Peak:
             self._device_peak = self._accelerator.max_memory_allocated(self._device) - self._before
 
     def facts(self, model: Module, optimizer: Optimizer | None = None) -> RankMemory:
-        """Return the peaks and the timeline of the block that built ``model`` and the optimizer, if it built one."""
+        """Return the peaks of the block that built ``model`` and the optimizer, if it built one."""
         changes = [*self.meter.changes]
-        timeline = make_timeline(changes, self.meter.times, self._began)
         peaks = find_peaks(changes, model, optimizer)
         if peaks.beyond:  # only then, because Python has about a million objects
             peaks = find_peaks(changes, model, optimizer, living_shards())
-        return replace(peaks, device=self._device_peak, timeline=timeline)
+        return replace(peaks, device=self._device_peak)
 
 
 def _allocate_workspaces(device: torch.device) -> None:

@@ -83,6 +83,8 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
             "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded "
             f"({failed.summary})"
         )
+    if not optimizers and failed is not None and failed.kind == "undeclared":
+        raise NotDeclared(failed.missing_field, ", so Subject(optimizer=...) was not called")
     if not optimizers:
         why = f" ({failed.summary})" if failed is not None and failed.kind == "unsupported" else ""
         raise NotJudged(f"Subject(optimizer=...) is a callable and was not called: nothing was trained{why}")
