@@ -164,16 +164,17 @@ def find_peaks(
 ) -> RankMemory:
     """Return the peaks of the memory that a loader held for this model, on the host and on the device together.
 
-    Besides its shards, ``others`` explain memory, and so does the state of the ``optimizer`` that it returns, with the
-    gradients of the step that created it: torch steps an optimizer once to load its state.
+    Besides its shards, the state of the ``optimizer`` that it returns explains memory, with the gradients of the step
+    that created it: torch steps an optimizer once to load its state. So do ``others``, which may be of a second model.
     """
     whole = Counter(tensor.numel() for tensor in _non_empty_parameters(model))
     # With buffers, which are whole on every rank: a mask may be larger than all weights.
-    shards = _count_storages((*_non_empty_parameters(model), *unwrapped(model).buffers(), *others))
+    shards = _storages((*_non_empty_parameters(model), *unwrapped(model).buffers()))
     states = [value for part in parts_of_optimizer(optimizer) for value in part.state.values()] if optimizer else []
-    explained = Counter({size: COPIES * number for size, number in shards.items()})
-    explained += _count_storages(value for state in states for value in state.values() if isinstance(value, Tensor))
-    explained += shards if states else Counter()
+    kept = _storages(value for state in states for value in state.values() if isinstance(value, Tensor))
+    explained = Counter((_storages(others) | kept | shards).values())
+    for _ in range(COPIES - 1 + bool(states)):
+        explained += Counter(shards.values())
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _non_empty_parameters(model))
     peaks = RankMemory(0)
     alive = host = held_whole = beyond = 0
@@ -201,11 +202,11 @@ def _step(counts: Counter[int], size: int, change: int, limit: int) -> int:
     return min(counts[size], limit) - before
 
 
-def _count_storages(tensors: Iterable[Tensor]) -> Counter[int]:
-    """Return the number of this rank's storages by bytes."""
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of this rank's storages by their address."""
     local = tensors_in([own_memory(tensor) for tensor in tensors])
     storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
-    return Counter({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _non_empty_parameters(model: Module) -> list[Tensor]:

@@ -47,7 +47,7 @@ SAME_FACTOR = 0.02
     references=["NVIDIA-NeMo/RL#3716", "NVIDIA/Megatron-LM#1446"],
 )
 def replicas_stay_equal(view: View) -> Iterable[Finding]:
-    after, judged = inventories_after_steps(view), False
+    after, judged, unlike = inventories_after_steps(view), False, set[str]()
     changed, reference = _changed_buffers(view), view.evidence.reference
     trained = reference is not None and reference.after is not None
     # Within the noise of the reference's, each rank may round them otherwise.
@@ -63,6 +63,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
                 most = majority(digests)
                 first = next(rank for rank, digest in digests if digest == most)
                 odd |= {rank: first for rank, digest in digests if digest != most}
+        unlike |= {name} if odd else set()
         if odd and (kind == "parameter" or name in apart):
             rank, usual = min(odd.items())
             actual = f"differs from its replicas after {count_steps(view)}"
@@ -76,7 +77,7 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
                     "remedy": "change it on every rank, by values that all ranks share",
                 }
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
-    if own := _apart_in_train(view, changed):
+    if own := _apart_in_train(view, unlike):
         raise Differs(
             f"ranks differ in {first_of(own)} after a step in train(): each has the statistics of its own rows, and a "
             "checkpoint keeps those of one rank; SyncBatchNorm, or DDP with broadcast_buffers, makes them equal"
@@ -100,14 +101,18 @@ def _replicated_buffers(view: View, names: Collection[str]) -> Iterator[tuple[st
         yield name, [tuple(rank for rank, _ in ranks) for ranks in replica_sets(view, tensors, places)]
 
 
-def _apart_in_train(view: View, judged: Collection[str]) -> list[str]:
-    """Return the other persistent buffers, such as statistics, that a step in the author's modes changes unlike."""
+def _apart_in_train(view: View, unlike: Collection[str]) -> list[str]:
+    """Return the other persistent buffers, such as statistics, that a step in the author's modes changes unlike.
+
+    Those that are ``unlike`` after the compared steps are known: rounding may be all in which ranks differ.
+    """
     after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
     loaded, sent = view.evidence.inventory, [run.buffers.broadcast for run in view.evidence.training or ()]
-    names = {t.name for t in loaded[0].tensors if t.kind == "buffer" and t.persistent}.difference(judged, *sent)
+    persistent = {t.name for rank in loaded for t in rank.tensors if t.kind == "buffer" and t.persistent}
     found = []
-    for name, held in _replicated_buffers(view, names) if len(after) == len(loaded) else ():
-        digests = [[(loaded[r].by_name[name].digest, after[r][name].digest) for r in ranks] for ranks in held]
+    for name, held in _replicated_buffers(view, persistent.difference(unlike, *sent)) if after else ():
+        places = [[r for r in ranks if r < len(after) and name in after[r]] for ranks in held]
+        digests = [[(loaded[r].by_name[name].digest, after[r][name].digest) for r in ranks] for ranks in places]
         if any(len({old for old, _ in pairs}) == 1 < len({*pairs}) for pairs in digests):
             found.append(name)
     return found
