@@ -102,14 +102,18 @@ def _replicated_buffers(view: View, names: Collection[str]) -> Iterator[tuple[st
 
 def _apart_in_train(view: View, judged: Collection[str]) -> list[str]:
     """Return the other persistent buffers, such as statistics, that a step in the author's modes changes unlike."""
-    after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
     loaded, sent = view.evidence.inventory, [run.buffers.broadcast for run in view.evidence.training or ()]
-    names = {t.name for t in loaded[0].tensors if t.kind == "buffer" and t.persistent}.difference(judged, *sent)
+    after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
+    if len(after) < len(loaded):
+        return []
+    persistent = {t.name for rank in loaded for t in rank.tensors if t.kind == "buffer" and t.persistent}
     found = []
-    for name, held in _replicated_buffers(view, names) if len(after) == len(loaded) else ():
-        digests = [[(loaded[r].by_name[name].digest, after[r][name].digest) for r in ranks] for ranks in held]
-        if any(len({old for old, _ in pairs}) == 1 < len({*pairs}) for pairs in digests):
-            found.append(name)
+    for name, held in _replicated_buffers(view, persistent.difference(judged, *sent)):
+        for ranks in held:
+            before = {loaded[rank].by_name[name].digest for rank in ranks}
+            digests = {after[rank][name].digest for rank in ranks if name in after[rank]}  # a step may replace a module
+            if len(before) == 1 and len(digests) > 1 and name not in found:
+                found.append(name)
     return found
 
 
