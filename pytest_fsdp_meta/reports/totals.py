@@ -38,11 +38,11 @@ NOTES = {
     "even shards": "every shard was even, so padding was not tested; try a number of ranks that does not divide {}",
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; unless they are copies on "
     "purpose, draw norms and biases at random, in the reference and in its checkpoint",
-    "one rate": "the schedule was compared at one rate, {}; pass more steps=, or let it change within them",
-    "norms in eval": "{} stayed in eval() where results are compared: in train(), each rank has the statistics of its "
+    "one rate": "the schedule was compared at one learning rate, {}; pass more steps=, or let it change within them",
+    "norms in eval": "results were compared with {} in eval(), because in train() each rank has the statistics of its "
     "own rows",
-    "norms kept": "{} ran in eval() in the trainer's own step, so its statistics are never updated",
-    "own groups": "the reference takes its groups from {}, so wrong ones would pass; -v lists them",
+    "norms kept": "in the trainer's own step, {} ran in eval(), which never updates running statistics",
+    "own groups": "the reference has copies of the parameter groups of {}, so wrong groups would pass; -v lists them",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }
