@@ -15,6 +15,7 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     describe_counts,
     how_many,
+    is_bad,
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import (
@@ -23,7 +24,6 @@ from pytest_fsdp_meta.reports.story import (
     Story,
     describe_failures,
     describe_reasons,
-    is_failing,
     stories_of,
 )
 from pytest_fsdp_meta.reports.terminal import paragraph, shorten_list
@@ -88,7 +88,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_show
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
-        yield f"{failures} in {sum(map(is_failing, loaders))} of {len(loaders)} loaders", RED
+        yield f"{failures} in {sum(is_bad([loader]) for loader in loaders)} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
 
 
