@@ -1,4 +1,4 @@
-"""Fill memory that a loader never writes with a poison value, count it, and hash the bits of tensors; their dtypes.
+"""Fill memory that a loader never writes with a poison value, count it, and hash the bits of tensors.
 
 The poison is NaN (integers: their maximum, bools: True), so that uninitialised memory is always found, also where it
 would have been zero by chance. Every rank reads all its tensors, so the memory is read once, in pieces that fit the

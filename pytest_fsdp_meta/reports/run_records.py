@@ -133,6 +133,9 @@ def with_later_error(check: CheckRecord, error: str) -> CheckRecord:
     return replace(check, status=status, reason="; and then ".join(filter(None, [check.reason, error])))
 
 
+# The header.
+
+
 @cache
 def versions() -> Mapping[str, str]:
     """Return the versions of the system and of installed packages, without importing them.

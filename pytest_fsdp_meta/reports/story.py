@@ -18,7 +18,6 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     describe_count,
     how_many,
-    is_bad,
 )
 from pytest_fsdp_meta.reports.terminal import Kinds, by_cause, describe_findings, fold_tensors, origins
 from pytest_fsdp_meta.text import counted, first_of, grouped, printable, without_numbers, without_occasion
@@ -139,11 +138,6 @@ class Story:
         if self.cause or first is None:
             return self.cause
         return f"{first.check}: no cause is known"
-
-
-def is_failing(loader: LoaderRecord) -> bool:
-    """Return whether the loader crashed or has a failure of any kind."""
-    return is_bad([loader])
 
 
 def explain_pass(reason: str, check: str = "") -> str:

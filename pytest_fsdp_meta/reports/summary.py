@@ -59,7 +59,7 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     steps = [rates for run in (evidence.training or ())[:1] for rates in run.rates if rates]
     alike = "scheduler" in evidence.subject.declared and len({*steps}) == 1
     rates = (", ".join(f"{rate:.4g}" for rate in steps[0]) + f" in {counted(len(steps), 'step')}",) if alike else ()
-    kept = evidence.training_mode[0].norms_in_eval if evidence.training_mode else ()
+    kept = tuple(dict.fromkeys(name for step in evidence.training_mode or () for name in step.norms_in_eval))
     norms = evidence.reference.batch_norms if evidence.reference is not None else ()
     built = evidence.inventory[0].optimizer  # None for one that Subject(optimizer=...) builds
     found = {

@@ -15,6 +15,7 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     describe_counts,
     how_many,
+    is_bad,
 )
 from pytest_fsdp_meta.reports.sizes import describe_sizes
 from pytest_fsdp_meta.reports.story import (
@@ -23,7 +24,6 @@ from pytest_fsdp_meta.reports.story import (
     Story,
     describe_failures,
     describe_reasons,
-    is_failing,
     stories_of,
 )
 from pytest_fsdp_meta.reports.terminal import paragraph, shorten_list
@@ -38,11 +38,10 @@ NOTES = {
     "even shards": "every shard was even, so padding was not tested; try a number of ranks that does not divide {}",
     "equal vectors": "a loader that mixes up {} would pass, because their values are equal; unless they are copies on "
     "purpose, draw norms and biases at random, in the reference and in its checkpoint",
-    "one rate": "the schedule was compared at one rate, {}; pass more steps=, or let it change within them",
-    "norms in eval": "{} stayed in eval() where results are compared: in train(), each rank has the statistics of its "
-    "own rows",
-    "norms kept": "{} ran in eval() in the trainer's own step, so its statistics are never updated",
-    "own groups": "the reference takes its groups from {}, so wrong ones would pass; -v lists them",
+    "one rate": "the schedule was compared at one learning rate, {}; pass more steps=, or let it change within them",
+    "norms in eval": "results were compared with {} in eval(); statistics in train() are compared between ranks only",
+    "norms kept": "in the trainer's own step, {} ran in eval(), which never updates running statistics",
+    "own groups": "the reference has copies of the parameter groups of {}, so wrong groups would pass; -v lists them",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }
@@ -88,7 +87,7 @@ def describe_totals(loaders: Sequence[LoaderRecord], verbosity: int = 0, is_show
         yield from ((line, {}) for line in describe_unseen(loaders))
         yield from _describe_next(loaders)
     if len(loaders) > 1 and (failures := describe_failures(loaders)):
-        yield f"{failures} in {sum(map(is_failing, loaders))} of {len(loaders)} loaders", RED
+        yield f"{failures} in {sum(is_bad([loader]) for loader in loaders)} of {len(loaders)} loaders", RED
     yield _describe_accounted(loaders)
 
 

@@ -115,6 +115,10 @@ def test_statistics_of_each_ranks_own_rows_are_a_difference(sent, why):
     steps = tuple(replace(step, after=unlike[rank]) for rank, step in enumerate(evidence.training_mode or ()))
     found = verdict("replicas_stay_equal", on_buffers(replace(evidence, training_mode=steps), broadcast=sent))
     assert (found.why, f"ranks differ in {ROTARY} after a step in train()" in found.reason) == (why, not sent)
+    without = replace(unlike[1], tensors=tuple(t for t in unlike[1].tensors if t.name != ROTARY))
+    replaced = (steps[0], replace(steps[1], after=without))  # by a step that replaces a module
+    found = verdict("replicas_stay_equal", on_buffers(replace(evidence, training_mode=replaced), broadcast=sent))
+    assert found.why == "not applicable"
 
 
 def test_replicas_that_round_differently_are_equal():

@@ -188,16 +188,6 @@ def test_other_tails_are_another_distribution():
     assert verdict(ID, evidence).status == "passed"
 
 
-def test_too_few_elements_to_compare_the_spread_are_said():
-    few = [spread(f"part {rank}", 2**0.5, elements=64) for rank in range(2)]
-    evidence = on_columns()
-    for rank in range(2):
-        evidence = redraw(evidence, MIDDLE, [rank], own=few[rank], reference=spread(f"part {rank}", elements=64))
-    found = verdict(ID, evidence)
-    assert (found.status, found.why) == ("skipped", "partly checked")
-    assert f"{MIDDLE} has too few elements (128) to compare its spread" in found.reason
-
-
 def test_a_bias_is_scaled_by_the_fan_of_its_weight():
     weight = parameter("out.weight", (32, 64), {"tp": 4}, ["S(1)"], [0])
     fans = fans_of(parameter("out.bias", (32,)), weight)

@@ -220,17 +220,6 @@ def test_compiled_functions_may_call_modules():
     assert observe(model, lambda: compiled(x).sum().backward()).kept == 2 * TENSOR
 
 
-@pytest.mark.parametrize("compile_it", ["wrapped", "in place"])
-def test_compiled_modules_are_left_alone(compile_it):
-    model, x = Net(), batch()
-    if compile_it == "wrapped":
-        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    else:
-        model.blocks[0].compile(backend="eager")
-    seen = observe(model, lambda: model(x).backward())
-    assert (seen.kept, seen.problem) == (None, "torch.compile decides what to compute again")
-
-
 def test_second_derivatives_still_work():
     model, x, reached = Net(), batch(), []
 

@@ -247,9 +247,9 @@ def test_a_schedule_that_keeps_one_rate_was_not_compared(rates: tuple[float, ...
     evidence = declare(healthy(), declared=frozenset({"scheduler"}))
     runs = tuple(replace(run, rates=tuple((rate,) for rate in rates)) for run in evidence.training or ())
     loader = replace(loader_with("passed"), notes=notes_on(replace(evidence, training=runs)))
-    lines = [line for line, _ in describe_totals([loader]) if "one rate" in line]
+    lines = [line for line, _ in describe_totals([loader]) if "one learning rate" in line]
     assert lines == [
-        f"the schedule was compared at one rate, {said}; pass more steps=, or let it change within them"
+        f"the schedule was compared at one learning rate, {said}; pass more steps=, or let it change within them"
     ] * bool(said)
 
 

@@ -114,10 +114,7 @@ class _Sizes:
     """Number of elements of the two largest tensors: the one being read and the one before it."""
 
 
-BY_SLICES = (
-    "build the model on meta, shard it, call to_empty(), then read only the rank's own slices; return a second model "
-    "that is meant to be whole in one module with it"
-)
+BY_SLICES = "build the model on meta, shard it, call to_empty(), then read only the rank's own slices"
 
 
 @memory_check(
@@ -150,7 +147,8 @@ def load_peak_memory_bounded(view: View) -> Iterable[Finding]:
         expected = "a few full tensors at a time besides the shards"
         meant = {*ranks, *declared}
         whole = "True" if len(meant) == len(sizes) else str(tuple(sorted(meant)))
-        remedy = f"{BY_SLICES}; or declare it as intended: Subject(whole_while_loading={whole})"
+        remedy = f"{BY_SLICES}; if a second model should stay whole on each rank, return one module that holds both; "
+        remedy += f"or declare it as intended: Subject(whole_while_loading={whole})"
         yield Finding(None, ranks, "held as a whole while loading", expected, detail, remedy=remedy)
     unknown = [rank for rank, whole in held.items() if whole is None]
     if unknown:

@@ -257,6 +257,9 @@ def _allocate_workspaces(device: torch.device) -> None:
     torch.nn.functional.linear(ones @ ones, ones, ones[0])
 
 
+# A training step.
+
+
 def observe_step_memory(
     subject: Subject, run: Callable[[AbstractContextManager[None]], T], problem: str = ""
 ) -> tuple[T | None, StepMemory]:

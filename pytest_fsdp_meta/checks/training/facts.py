@@ -357,7 +357,7 @@ class RankTrainingMode:
     frozen_in_train: tuple[str, ...] = ()
     """The modules that ran in ``train()`` and have buffers, but nothing that trains."""
     norms_in_eval: tuple[str, ...] = ()
-    """The batch norms that ran in ``eval()`` although they train, but synchronised ones, which may have to."""
+    """The batch norms that ran in ``eval()`` in this step or the next, in parts that train, but synchronised ones."""
 
 
 @dataclass(frozen=True)

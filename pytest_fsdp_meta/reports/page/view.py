@@ -29,9 +29,10 @@ from pytest_fsdp_meta.reports.schema import (
     count_kinds,
     describe_kind,
     how_many,
+    is_bad,
 )
 from pytest_fsdp_meta.reports.sizes import Sizes, size_view
-from pytest_fsdp_meta.reports.story import describe_failures, is_failing, state_of
+from pytest_fsdp_meta.reports.story import describe_failures, state_of
 from pytest_fsdp_meta.reports.totals import describe_unseen
 from pytest_fsdp_meta.text import counted, first_of, grouped, joined_runs
 
@@ -141,7 +142,7 @@ class LoaderView:
 
     @property
     def needs_attention(self) -> bool:
-        return is_failing(self.record)
+        return is_bad([self.record])
 
     @property
     def bundles(self) -> list[tuple[CheckView, ...]]:
@@ -301,7 +302,7 @@ class PageView:
     @property
     def verdict(self) -> tuple[str, str, str]:
         """(state, as state_of() has it; the headline; what it is about)."""
-        counts = count_kinds(self.report.loaders)
+        state, counts = state_of(self.report), count_kinds(self.report.loaders)
         total = sum(counts.values())
         failures = describe_failures(self.report.loaders, len(self.report.missing))
         accounted = total - how_many(counts, UNACCOUNTED)
@@ -309,24 +310,24 @@ class PageView:
         loaders = counted(len(self.loaders), "loader")
         if not self.report.complete:
             so_far = f"{account} · {failures} so far" if failures else account
-            return "incomplete", "Incomplete report", so_far
+            return state, "Incomplete report", so_far
         where = f"in {len(self.failing)} of {loaders}" if self.failing else loaders
         outcome = self.report.outcome
         if outcome is not None:
             what = f"{failures} {where}" if failures and self.failing else loaders
             text = str(outcome)
             account = f"{what} · {account} · --fsdp-fail-on={outcome.fail_on}"
-            return state_of(self.report), text[:1].upper() + text[1:], account
+            return state, text[:1].upper() + text[1:], account
         if failures:
-            return state_of(self.report), failures + self._only_failing, f"{where} · {account}"
+            return state, failures + self._only_failing, f"{where} · {account}"
         if not how_many(counts, JUDGED):
-            return state_of(self.report), "Nothing was judged", account
+            return state, "Nothing was judged", account
         if differing := list(dict.fromkeys(check.record.check for one in self.differing for check in one.checks)):
             verb = "differs" if len(differing) == 1 else "differ"
-            return state_of(self.report), f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
+            return state, f"{first_of(differing, 2)} {verb}, no check failed", f"{loaders} · {account}"
         expected = counts.get("xfailed", 0)
         but = f" ({counted(expected, 'expected failure')})" if expected else ""
-        return state_of(self.report), f"All judged checks passed{but}", f"{loaders} · {account}"
+        return state, f"All judged checks passed{but}", f"{loaders} · {account}"
 
     @property
     def data(self) -> dict[str, Any]:
@@ -366,7 +367,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
     few = len(report.loaders) <= MOST_EXPANDED
 
     def rank(pair: tuple[LoaderRecord, str]) -> tuple[bool, bool]:
-        return is_failing(pair[0]), count_kinds([pair[0]])["differs"] > 0
+        return is_bad([pair[0]]), count_kinds([pair[0]])["differs"] > 0
 
     in_order = sorted(zip(report.loaders, titles, strict=True), key=rank, reverse=True)
     for number, (record, title) in enumerate(in_order, 1):
@@ -380,7 +381,7 @@ def _loaders(report: Report, known: Mapping[str, CatalogueRecord], names: Mappin
             title=title,
             start=start,
             checks=checks,
-            is_expanded=few or is_failing(record),
+            is_expanded=few or is_bad([record]),
             names=names,
             sizes=size_view(record.sizes, record.world),
         )

@@ -205,9 +205,11 @@ def _not_restored(
 
 def _restores(view: View, before: Sequence[RankSaved], after: Sequence[RankSaved]) -> bool:
     """Return whether a tensor that training has changed is restored."""
-    ranks = zip(view.evidence.inventory, before, after, strict=True)
-    tensors = ((one.by_name[n], new.tensors.get(n), old) for one, own, new in ranks for n, old in own.tensors.items())
-    return any(loaded.digest != old == new for loaded, new, old in tensors)
+    return any(
+        name in loaded.by_name and loaded.by_name[name].digest != digest == restored.tensors.get(name)
+        for loaded, saved, restored in zip(view.evidence.inventory, before, after, strict=True)
+        for name, digest in saved.tensors.items()
+    )
 
 
 def _kept_beside(view: View, loaded: Mapping[int, str]) -> str:

@@ -86,17 +86,21 @@ def explain_objective(
 def _explain_own_rows(view: View, runs: Sequence[RankTraining]) -> Explanation:
     """Return the explanation if the loss of each rank is ``Subject(loss=...)`` of its rows, and its forward is right.
 
-    Without a step of the author's, it always is. Of one, the losses add up to it, and the gradients have its norm.
+    Without a step of the author's, it always is. The losses of an author's step add up to it, and the gradients have
+    the norm of its gradients.
     """
-    alone = view.evidence.subject.loss_over_ranks != "mean" or not 1 < len(runs) == runs[0].data_parallel[1]
-    if alone or not _forward_agrees(view):
+    own_rows = len(runs) > 1 and runs[0].data_parallel[1] == len(runs)
+    if not own_rows or view.evidence.subject.loss_over_ranks != "mean" or not _forward_agrees(view):
         return {}
     for own, tried in ((run.first_backward, run.objective) for run in runs):
-        if own is not None:
-            loss, norm = (math.nan, math.nan) if tried is None else tried.whole
-            apart, largest = abs(math.fsum(own.values) - loss), max(map(abs, (*own.values, loss)))
-            if not (apart <= SAME * largest and abs(own.norms[-2][0] - norm) <= SAME * norm):
-                return {}
+        if own is None:
+            continue
+        if tried is None:
+            return {}
+        (loss, norm), (norm_after_last, _) = tried.whole, own.norms[-2]
+        apart, largest = abs(math.fsum(own.values) - loss), max(map(abs, (*own.values, loss)))
+        if not (apart <= SAME * largest and abs(norm_after_last - norm) <= SAME * norm):  # NaN is not the same
+            return {}
     return _OWN_ROWS
 
 

@@ -79,8 +79,8 @@ def replicas_stay_equal(view: View) -> Iterable[Finding]:
             yield Finding(name, tuple(sorted(odd)), actual, "bit-identical", detail, **explanation)
     if own := _apart_in_train(view, unlike):
         raise Differs(
-            f"ranks differ in {first_of(own)} after a step in train(): each has the statistics of its own rows, and a "
-            "checkpoint keeps those of one rank; SyncBatchNorm, or DDP with broadcast_buffers, makes them equal"
+            f"ranks differ in {first_of(own)} after a step in train(): each probably keeps statistics of its own rows, "
+            "and a checkpoint those of one rank; SyncBatchNorm, or DDP with broadcast_buffers, makes them equal"
         )
     if not judged:
         raise NotJudged("no parameter is replicated, and training changes no replicated buffer")
@@ -106,15 +106,18 @@ def _apart_in_train(view: View, unlike: Collection[str]) -> list[str]:
 
     Those that are ``unlike`` after the compared steps are known: rounding may be all in which ranks differ.
     """
-    after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
     loaded, sent = view.evidence.inventory, [run.buffers.broadcast for run in view.evidence.training or ()]
+    after = [step.after.by_name for step in view.evidence.training_mode or () if step.after is not None]
+    if len(after) < len(loaded):
+        return []
     persistent = {t.name for rank in loaded for t in rank.tensors if t.kind == "buffer" and t.persistent}
     found = []
-    for name, held in _replicated_buffers(view, persistent.difference(unlike, *sent)) if after else ():
-        places = [[r for r in ranks if r < len(after) and name in after[r]] for ranks in held]
-        digests = [[(loaded[r].by_name[name].digest, after[r][name].digest) for r in ranks] for ranks in places]
-        if any(len({old for old, _ in pairs}) == 1 < len({*pairs}) for pairs in digests):
-            found.append(name)
+    for name, held in _replicated_buffers(view, persistent.difference(unlike, *sent)):
+        for ranks in held:
+            before = {loaded[rank].by_name[name].digest for rank in ranks}
+            digests = {after[rank][name].digest for rank in ranks if name in after[rank]}  # a step may replace a module
+            if len(before) == 1 and len(digests) > 1 and name not in found:
+                found.append(name)
     return found
 
 

@@ -128,7 +128,7 @@ def _otherwise_set(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> 
         off = [(rank, tuple((k, own[k]) for k in known if own.get(k, theirs[k]) != theirs[k])) for rank, own in held]
         for ours, ranks in ranks_by((rank, differing) for rank, differing in off if differing).items():
             actual, expected = (", ".join(f"{k}={own[k]}" for k, _ in ours) for own in (dict(ours), theirs))
-            explanation = _BY_NAME if any(name in optimizer.renamed for _, optimizer in optimizers) else _OTHER_GROUP
+            explanation = _RENAMED if any(name in optimizer.renamed for _, optimizer in optimizers) else _OTHER_GROUP
             yield Finding(name, ranks, f"in a group of {kind} with {actual}", f"with {expected}", **explanation)
 
 
@@ -154,18 +154,16 @@ _REPLACED: Explanation = {
 }
 SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
 """Those of torch's optimizers that change a step; an optimizer of somebody else may keep its rank beside them."""
-_OTHER_FUNCTION = (
-    "Subject(optimizer=...) builds or returns another optimizer for the ranks than for the reference: ",
-    "it chooses groups by the shapes of shards, or depends on the number of ranks (1 for the reference)",
+_OTHER_GROUPS = "Subject(optimizer=...) builds or returns another optimizer for the ranks than for the reference: "
+_OTHER_CODE = "the two are not built by the same code"
+_BY_SHAPES = "it chooses groups by the shapes of shards, or depends on the number of ranks (1 for the reference)"
+_ONE_FUNCTION = (
     "let one function choose the groups of both, by the names and the whole shapes of the unwrapped model, or declare "
-    "the trainer's own optimizer; compute what depends on the number of ranks outside of the function",
+    "the trainer's own optimizer; compute what depends on the number of ranks outside of the function"
 )
-_OTHER_GROUP = either(_OTHER_FUNCTION[0], "the two are not built by the same code", *_OTHER_FUNCTION[1:])
-_BY_NAME = either(
-    _OTHER_FUNCTION[0],
-    "it chooses groups by names, which a wrapper changes on the ranks, or the two are not built by the same code",
-    *_OTHER_FUNCTION[1:],
-)
+_OTHER_GROUP = either(_OTHER_GROUPS, _OTHER_CODE, _BY_SHAPES, _ONE_FUNCTION)
+_BY_NAMES = f"it chooses groups by names, which a wrapper changes on the ranks, or {_OTHER_CODE}"
+_RENAMED = either(_OTHER_GROUPS, _BY_NAMES, _BY_SHAPES, _ONE_FUNCTION)
 _UNFROZEN: Explanation = {
     "cause": "it was frozen when the optimizer was built, and nothing adds it when a step unfreezes it",
     "remedy": "call optimizer.add_param_group() where it is unfrozen",

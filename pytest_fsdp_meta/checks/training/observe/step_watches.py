@@ -153,8 +153,11 @@ def _copied_leaves(loss: Node, begin: int) -> Iterator[Tensor]:
                 pending.append((following, copied))
 
 
+# What the first step of the author's differentiates.
+
+
 class BackwardWatch:
-    """Watches one step, in which the model gets some or all of the ``rows``.
+    """Watch one step, in which the model gets some or all of the ``rows``.
 
     What it cannot look at is not known: an error of its own would be one of the author's step.
     """

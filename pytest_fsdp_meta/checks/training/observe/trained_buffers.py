@@ -192,11 +192,11 @@ def broadcast_buffers(model: Module) -> tuple[str, ...]:
 
     ``replicate()`` does so where it is DDP without a wrapper; where it is FSDP2, it does not.
     """
-    holders = [
-        module
-        for module in model.modules()
-        if (isinstance(module, DistributedDataParallel) and module.broadcast_buffers)
-        or (is_replicated(module) and not isinstance(module, FSDPModule))
-    ]
-    held = {id(buffer) for module in holders for buffer in module.buffers()}
+    held = set[int]()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            sent = module.module.named_buffers() if module.broadcast_buffers else ()
+            held |= {id(buffer) for name, buffer in sent if name not in module.parameters_to_ignore}
+        elif is_replicated(module) and not isinstance(module, FSDPModule):
+            held |= {id(buffer) for buffer in module.buffers()}
     return tuple(name for name, kind, tensor in named_tensors(model) if kind == "buffer" and id(tensor) in held)

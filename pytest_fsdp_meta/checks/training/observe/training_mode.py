@@ -67,30 +67,31 @@ def observe_training_mode() -> RankTrainingMode:
             hidden = watch.hidden
         reshard(subject.model)
         after = None if optimizer is None else take_inventory(subject.model, rank.rank, str(rank.device))
-        left, repeating = _compare_with_next_step(subject, rank, next_rows, modes, watch.draws, trains)
+        left, repeating, norms = _compare_with_next_step(subject, rank, next_rows, modes, watch.draws, trains)
     drew = (watch.draws or hidden) and not has_stages(rank)
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
     mode = RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
-    return replace(mode, frozen_in_train=modes.frozen_in_train(), norms_in_eval=modes.norms_in_eval())
+    return replace(mode, frozen_in_train=modes.frozen_in_train(), norms_in_eval=norms)
 
 
 def _compare_with_next_step(
     subject: Subject, rank: Rank, rows: dict[str, Any], modes: ModeWatch, draws: Sequence[Draw], trains: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what ``RankTrainingMode.left`` and ``repeating`` describe, by one more of the author's steps if needed."""
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return ``left``, ``repeating`` and ``norms_in_eval``, by one more of the author's steps if needed."""
+    norms = modes.norms_in_eval()
     if subject.train_step is None:
-        return (), ()
+        return (), (), norms
     fallen = on_any_rank(trains and modes.fallen())
     if not fallen and not on_any_rank(trains and bool(draws)):
-        return (), ()
+        return (), (), norms
     doing("a second step with dropout")
     next_modes, begun = ModeWatch(subject.model), read_states(rank.device)
     with next_modes.watching(), watching_draws(subject.model, rank.device, trains) as watch:
         _step_with_dropout(subject, rank, rows)
     moved = changed_generators(rank.state[LEFT_BY_LOADER].torch, begun)
     repeating = _repeated(draws, watch.draws, moved) or _returning(watch.draws, moved, begun, read_states(rank.device))
-    return modes.left(next_modes) if fallen else (), repeating
+    return modes.left(next_modes) if fallen else (), repeating, (*norms, *next_modes.norms_in_eval())
 
 
 def _step_with_dropout(
@@ -224,8 +225,10 @@ class ModeWatch:
 
     def norms_in_eval(self) -> tuple[str, ...]:
         norms = {*batch_norms(self._model).values()}
-        ran = ((name, m) for name, m in innermost_modules(self._model).items() if self._trained.get(id(m)) is False)
-        return tuple(n for n, m in ran if m in norms and _learns(m, False) and not isinstance(m, nn.SyncBatchNorm))
+        modules = innermost_modules(self._model)
+        ran = ((name, m) for name, m in modules.items() if m in norms and self._trained.get(id(m)) is False)
+        around = ((name, m, modules.get(name.rpartition(".")[0], m)) for name, m in ran)
+        return tuple(n for n, m, part in around if _learns(part, True) and not isinstance(m, nn.SyncBatchNorm))
 
     def fallen(self) -> bool:
         """Return whether anything that ran in ``train()`` is in ``eval()`` now."""
