@@ -269,6 +269,8 @@ class RankTraining:
     """For each step, the labels in this rank's rows that are not ignored: (all, all but the first of each row)."""
     without_gradient: tuple[str, ...] = ()
     """The trainable parameters that have no gradient after the first backward."""
+    only_here: Mapping[str, float] = field(default_factory=dict)
+    """The root mean square of each gradient there that is not zero, and that the reference has not."""
     norm: float | None = None
     """The norm of all gradients of the first step, as clipping computes it."""
     norm_problem: str = ""

@@ -65,6 +65,7 @@ def grad_parity(view: View) -> Iterable[Finding]:
     yield from (replace(finding, step=0) for finding in unreduced)
     reported = {finding.tensor for finding in unreduced}
     found: Sequence[Finding] = [one for one in _wrong_gradients(view, rightly, known) if one.tensor not in reported]
+    found = [*found, *_gradients_of_ranks_only(view, runs)]
     if clipping is not None:
         culprit = next((finding.tensor or "" for finding in (*unreduced, *found)), "")
         reported |= {finding.tensor for finding in found}
@@ -207,6 +208,24 @@ def _wrong_gradients(view: View, runs: Sequence[RankTraining], known: Explanatio
         wrong = [(rank, c) for rank, c in pairs.get(name, []) if limits.exceeded(rank, c)]
         if wrong and name not in excused:
             yield from _describe_wrong(view, runs, name, wrong, limits, sharpest, by_step)
+
+
+def _gradients_of_ranks_only(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report gradients of parameters on which the reference's loss does not depend, though they train there as well."""
+    trained = {t.name for t in view.reference_inventory.tensors if t.requires_grad} - view.reference.gradients.keys()
+    sizes = grouped((name, (rank, size)) for rank, run in enumerate(runs) for name, size in run.only_here.items())
+    for name in view.names("parameter", only=trained & sizes.keys()):
+        ranks, detail = tuple(rank for rank, _ in sizes[name]), f"root mean square {sizes[name][0][1]:.3g}"
+        yield Finding(
+            name, ranks, "a gradient, although the reference has none", "", detail, **_ONLY_HERE, certain=True
+        )
+
+
+_ONLY_HERE: Explanation = {
+    "cause": "the loss depends on it on the ranks alone: train_step adds a term that Subject(loss=...) lacks, or the "
+    "reference's forward leaves this part out",
+    "remedy": "give Subject(loss=...) the same terms, of its argument alone, and the reference the same forward",
+}
 
 
 def _sharpest_factors(pairs: Mapping[str, Cases], limits: Limits) -> dict[int, tuple[float, str]]:

@@ -47,6 +47,7 @@ from pytest_fsdp_meta.checks.training.observe.movement import (
     moved_rows,
     movements,
     random_states,
+    root_mean_square,
     snapshots_after,
     swallowed,
 )
@@ -123,6 +124,7 @@ def observe_training(
         labels=tuple(run.labels),
         rows=run.rows,
         without_gradient=seen.without_gradient,
+        only_here=seen.only_here,
         norm=seen.norm,
         norm_problem=seen.norm_problem,
         after=after,
@@ -166,6 +168,7 @@ class _RankSteps(StepObserver):
     ) -> None:
         self.records = records
         self.without_gradient: tuple[str, ...] = ()
+        self.only_here: dict[str, float] = {}
         self.norm: float | None = None
         self.norm_problem = ""
         self.clipped: Clipping | None = None
@@ -272,6 +275,9 @@ class _RankSteps(StepObserver):
         self.without_gradient = without_gradient(self._model, gradients)
         self.norm, self.norm_problem = gradient_norm(self._model, self._subject.clip_grad_norm)
         if self.records:
+            known = self.records["gradients"]
+            sizes = ((name, root_mean_square(part.local)) for name, part in gradients if name not in known)
+            self.only_here = {name: size for name, size in sizes if size}
             self.take("backward")
             clip, (norm, own) = self._subject.clip_grad_norm, self._clipping
             if clip is not None and norm:
