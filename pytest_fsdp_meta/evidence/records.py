@@ -191,6 +191,8 @@ class ReferenceFacts:
     """The modules that stay in ``eval()``, because in ``train()`` they normalise by statistics of a rank's own rows."""
     dropouts: Mapping[str, float] = field(default_factory=dict)
     """As in ``RankTraining``."""
+    in_eval: tuple[str, ...] = ()
+    """The modules of frozen parts that it has in ``eval()`` itself, beside others that train."""
 
     @property
     def complete(self) -> bool:

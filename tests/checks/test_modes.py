@@ -90,7 +90,7 @@ def test_a_step_that_does_not_end():
     ("evidence", "reason"),
     [
         (healthy(), "Subject(train_step=...) is not declared, so nothing decides whether a step is skipped"),
-        (skipping((), ()), "train_step does not call the model itself"),
+        (skipping((), ()), "train_step calls neither the model nor its parts"),
         (skipping((True,), (False,), index=(0, 0), size=1), "all ranks have the same rows"),
         (undeclared(healthy(), "not_finite", why="a step is not made"), "a step is not made"),
     ],

@@ -50,6 +50,7 @@ LATER = (
 
 OWN_ROWS = "each rank computes the loss of its own rows only, with statistics of those rows"
 AGREES = RankTrace(forward=(TracedCall("output", "head", compared=1, noise=1e-6),))
+UPDATE = "update_parity"
 AT_ANOTHER_RATE = "the learning rate of step 1 is 0.1 on these ranks, and 0.2 in the reference: an undeclared scheduler"
 
 
@@ -206,13 +207,19 @@ def test_ranks_that_see_the_same_rows_count_once(places, curves, mean):
         (healthy(2), (-4.0, -3.0, -2.5), FORWARD),
         (healthy(1), (2.0, 2.9, 2.5), LATER),
         (replace(healthy(2), traces=(AGREES, AGREES)), (2.5, 2.0, 1.5), OWN_ROWS),
-        (at_rates(0.2, 0.1, 0.1), (2.0, 1.5, 1.2), AT_ANOTHER_RATE),
-        (at_rates(0.2, 0.2, 0.1), (2.0, 1.4, 1.2), LATER),
     ],
 )
 def test_a_whole_multiple_of_the_loss(evidence, curve, cause):
     (finding,) = verdict(PARITY, losses(evidence, *[curve] * evidence.world.size)).findings
     assert finding.cause.startswith(cause)
+
+
+def test_another_learning_rate_is_found_where_it_shows_in_no_loss():
+    later = at_rates(0.2, 0.1, 0.1)
+    (finding,) = verdict(UPDATE, later).findings
+    assert finding.cause.startswith(AT_ANOTHER_RATE)
+    assert verdict(UPDATE, at_rates(0.2, 0.2, 0.2)).status == "passed"
+    assert "the findings of update_parity explain" in verdict(PARITY, losses(later, (2.0, 1.5, 1.2))).reason
 
 
 def test_a_whole_multiple_by_chance():

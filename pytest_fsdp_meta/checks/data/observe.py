@@ -208,10 +208,12 @@ def _set_epoch(loader: Any, number: int) -> bool:
 
 
 def _shuffler(loader: Any) -> str:
-    """Return the class of the sampler that shuffles: a ``RandomSampler``, or one with ``shuffle`` set; or "".
+    """Return the class of what shuffles: a ``RandomSampler``, a sampler or the loader with ``shuffle`` set; or "".
 
     Of several DataLoaders within a loader, it is not known which one its rows are from.
     """
+    if getattr(loader, "shuffle", None) is True:
+        return type(loader).__name__
     loaders: list[DataLoader[Any]] = []
     waiting = [(loader, 0)]
     while waiting:

@@ -358,6 +358,8 @@ class RankTrainingMode:
     """The modules that drew in the author's next step, on other rows, if all drew the same numbers as before."""
     frozen_in_train: tuple[str, ...] = ()
     """The modules that ran in ``train()`` and have buffers, but nothing that trains."""
+    frozen_dropping: tuple[str, ...] = ()
+    """The modules of frozen parts that act by their mode and ran in ``train()``."""
     norms_in_eval: tuple[str, ...] = ()
     """The batch norms that ran in ``eval()`` in this step or the next, in parts that train, but synchronised ones."""
 
@@ -370,8 +372,8 @@ class StepNotFinite:
     """(index, size) of this rank's slice of the batch."""
     moved: tuple[bool, ...] = ()
     """Whether the step changed any trainable parameter of this rank: one with NaN in the first slice and, if it changed
-    nothing on any rank, one with NaN in the last slice. Empty if the step does not call the model itself, or if the
-    model returns no floating tensors."""
+    nothing on any rank, one with NaN in the last slice. Empty if the step calls neither the model nor its parts, or
+    if these return no floating tensors."""
     kept: tuple[str, ...] = ()
     """The parameters that are NaN after the next step, a right one, if all ranks skipped these."""
     changed: tuple[str, ...] = ()

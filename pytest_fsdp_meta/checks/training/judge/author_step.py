@@ -51,6 +51,8 @@ def explain_objective(
         value = own.values[0] / tried.loss
         if tried.residual > allowed:
             same = math.isclose(value, (own.pieces[0][1] - own.pieces[0][0]) / run.rows, rel_tol=SAME)
+            if not same and not differs:  # a loss that contrasts with the rows of other ranks, and is right
+                return {}
             values = f"of the first micro-batch, with the same weights, {own.values[0]:.4g} for {tried.loss:.4g}"
             cause = f"train_step differentiates another loss than Subject(loss=...), not a multiple of it: {values}"
             return _DETACHED if same else {"cause": cause, "remedy": _COMPARE}

@@ -103,6 +103,10 @@ def modules_train(view: View) -> Iterable[Finding]:
     dropping = [(rank, name) for rank, step in enumerate(steps) for name in step.dropping]
     for name, ranks in ranks_by(dropping).items():
         yield Finding(name or None, ranks, "drops elements in eval()", "off there", **_MODE_IGNORED)
+    kept = view.evidence.reference.in_eval if view.evidence.reference is not None else ()
+    frozen = [(rank, name) for rank, step in enumerate(steps) for name in step.frozen_dropping if name in kept]
+    for name, ranks in ranks_by(frozen).items():
+        yield Finding(name, ranks, "frozen, and in train()", "in eval(), as in the reference", **FROZEN_IN_TRAIN)
     yield from _other_fractions(view)
     problems = [step.evaluation_problem for step in steps if step.evaluation_problem]
     if problems:
@@ -129,6 +133,10 @@ def _other_fractions(view: View) -> Iterator[Finding]:
 _OTHER_FRACTION: Explanation = {
     "cause": "the loader builds this dropout from other settings than the reference, or changes them",
     "remedy": "build the model from the reference's configuration; if it is meant, give the reference the same",
+}
+FROZEN_IN_TRAIN: Explanation = {
+    "cause": "something calls train() of this frozen part, or nothing its eval(): what it drops is noise for the rest",
+    "remedy": "put frozen parts into eval() when loading and after each train(), or let their own train() do nothing",
 }
 _PART = "in eval() while the rest of the model trains"
 _WHOLE = "trains in eval() although train() was called in the same step"

@@ -10,7 +10,6 @@ from pytest_fsdp_meta.checks.tracing.judge import FORWARD, describe_origin
 from pytest_fsdp_meta.checks.training.judge.author_step import explain_objective, explain_returned, unless_by_author
 from pytest_fsdp_meta.checks.training.judge.buffers import explain_buffers
 from pytest_fsdp_meta.checks.training.judge.gradient_causes import explain_module
-from pytest_fsdp_meta.checks.training.judge.second_step import explain_rates
 from pytest_fsdp_meta.checks.values.facts import LOSS_TOLERANCE
 from pytest_fsdp_meta.evidence import RankTraining
 from pytest_fsdp_meta.judging.expectations import sequence_places
@@ -177,9 +176,7 @@ def _explain_losses(view: View, first: int, runs: Sequence[RankTraining], allowe
     """Return the first explanation that applies to losses that differ from step ``first`` on."""
     uneven = explain_uneven_backwards(view, first)
     if first > 0:
-        earlier = [replace(run, rates=run.rates[:first]) for run in runs]
-        by_rate = explain_rates(view, earlier, range(len(runs)))
-        known = uneven or by_rate or explain_plain_reference(view) or explain_buffers(view, runs)
+        known = uneven or explain_plain_reference(view) or explain_buffers(view, runs)
         return known or add_precision(view, _STATE_BETWEEN_STEPS)
     if view.evidence.subject.loss_over_ranks == "mean" and _weighting_by_labels_explains(view, runs, allowed):
         return _OWN_LABELS

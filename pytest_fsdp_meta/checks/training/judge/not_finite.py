@@ -34,8 +34,7 @@ def ranks_skip_alike(view: View) -> Iterable[Finding]:
         return
     if not all(own.moved for own in ranks):
         raise NotJudged(
-            "train_step does not call the model itself, or the model returns no tensors, so its output could not be "
-            "made NaN"
+            "train_step calls neither the model nor its parts, or these return no tensors, so none could be made NaN"
         )
     slices = ranks[0].data_parallel[1]
     changed = ranks_by((rank, name) for rank, own in enumerate(ranks) for name in own.changed)

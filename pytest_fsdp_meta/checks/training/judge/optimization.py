@@ -414,7 +414,7 @@ def _unmoved(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
                 if whole
                 else f"some rows did not change in {steps}, although they have gradients"
             )
-            yield Finding(name, ranks, actual, "", detail)
+            yield Finding(name, ranks, actual, "", detail, **explain_written(runs, name, ranks))
 
 
 def inventories_after_steps(view: View) -> list[RankInventory]:

@@ -90,7 +90,11 @@ def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]
     if found is None:
         return {}
     step, actual = found
-    ours, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(own)) for own in (actual, rates[step]))
+    pairs_of_texts = (
+        [", ".join(f"{rate:{digits}}" for rate in dict.fromkeys(own)) for own in (actual, rates[step])]
+        for digits in ("g", ".9g", "")
+    )
+    ours, theirs = next(texts for texts in pairs_of_texts if texts[0] != texts[1])
     differ = f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the reference"
     if "scheduler" not in view.evidence.subject.declared:
         return {
@@ -107,6 +111,13 @@ def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]
         "remedy": "build the scheduler for the optimizer that trains, step it once after each of its steps, and "
         "declare it in Subject(scheduler=...)",
     }
+
+
+def _other_rates(view: View, runs: Sequence[RankTraining]) -> Iterator[Finding]:
+    """Report a schedule that is not the reference's, however little the rates of these few steps differ."""
+    if explanation := explain_rates(view, runs, range(len(runs))):
+        ranks, actual = tuple(range(len(runs))), "another learning rate than the reference's"
+        yield Finding(None, ranks, actual, "the same in each step", **explanation, certain=True)
 
 
 def _equal_rates(ours: Sequence[float], theirs: Sequence[float]) -> bool:
@@ -205,7 +216,7 @@ _STEP = either(
 )
 def update_parity(view: View) -> Iterable[Finding]:
     runs = comparable_training(view)
-    found = list(_wrong_updates(view, runs))
+    found = list(_wrong_updates(view, runs)) or list(_other_rates(view, runs))
     compared = (c for run in runs for c in run.parameters)
     unless_explained(view, runs, found, "the updates differ", compared, UPDATE_TOLERANCE)
     if found:

@@ -265,25 +265,34 @@ def observe_not_finite() -> StepNotFinite:
 def _step_not_finite(subject: Subject, rank: Rank, rows: dict[str, Any], spoiling: bool) -> _NotFinite | None:
     """Run a step, ``spoiling`` what the model returns; return None if it calls no model, or that returns no numbers."""
     doing("a step that is not finite")
-    before, called = {t.name: t.digest for t in _trainable(subject, rank)}, False
+    before, called, running = {t.name: t.digest for t in _trainable(subject, rank)}, False, 0
     optimizer = last_optimizer(subject, rank)
     assert optimizer is not None, "something is trainable"
 
+    def enter(*_: Any) -> None:
+        nonlocal running
+        running += 1
+
     def spoil(module: Module, args: Any, output: Any) -> Any:
-        nonlocal called
+        nonlocal called, running
+        running -= 1
+        if running:
+            return None
         called |= any(tensor.is_floating_point() for _, tensor in tensors_in(output))
         return _with_nan(output) if spoiling else None
 
-    hook = subject.model.register_forward_hook(spoil)
-    try:
+    with ExitStack() as hooks:
+        # A step may call the parts of the model, such as a student and its teacher, and not the model itself.
+        for part in (subject.model, *subject.model.children()):
+            if any(parameter.requires_grad for parameter in part.parameters()):
+                hooks.callback(part.register_forward_pre_hook(enter).remove)
+                hooks.callback(part.register_forward_hook(spoil).remove)
         # Not run_author_step(): here a step may well leave the optimizer alone.
         beside = last_beside(subject, rank, optimizer)
         with beside.kept_schedule(optimizer), with_dropout(subject.model, rank.device):
             held = _of_a_step(optimizer, beside)
             call_author_step(subject, optimizer, rows, beside)
             after = _of_a_step(optimizer, beside)
-    finally:
-        hook.remove()
     reshard(subject.model)
     if not called:
         return None

@@ -48,7 +48,14 @@ from pytest_fsdp_meta.loader.subject import Subject
 from pytest_fsdp_meta.ranks.batches import global_batch, loss_of, own_rows, rows_of_step, scalar
 from pytest_fsdp_meta.ranks.generators import seed_all
 from pytest_fsdp_meta.ranks.inventory import drop_gradients, named_tensors, take_inventory
-from pytest_fsdp_meta.ranks.modes import EVALUATING, IN_EVALUATION, batch_norms, comparable_modes, dropout_fractions
+from pytest_fsdp_meta.ranks.modes import (
+    EVALUATING,
+    IN_EVALUATION,
+    batch_norms,
+    comparable_modes,
+    dropout_fractions,
+    kept_in_evaluation,
+)
 from pytest_fsdp_meta.ranks.optimizers import hooks_left_out, make_optimizer, settings_of
 from pytest_fsdp_meta.ranks.reference_record import Record, RecordWriter, record_at
 from pytest_fsdp_meta.ranks.watching import takes_hooks
@@ -83,6 +90,7 @@ def train_reference(
     if GIVEN_BUFFERS in rank.state:  # it has trained without these before
         restore(model, Record(record_at(folder, "values")))
     facts = replace(facts, batch_norms=tuple(batch_norms(model)), dropouts=dropout_fractions(model))
+    facts = replace(facts, in_eval=kept_in_evaluation(model))
 
     def train_once(evaluated: str, may_draw: bool) -> ReferenceFacts:
         if evaluated:

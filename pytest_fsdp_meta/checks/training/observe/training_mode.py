@@ -72,7 +72,12 @@ def observe_training_mode() -> RankTrainingMode:
     dropping, problem = _drop_in_evaluation(subject, rank, rows) if drew else ((), "")
     draws = tuple(watch.draws)
     mode = RankTrainingMode(data_parallel, draws, hidden, modes.evaluating(), left, dropping, problem, after, repeating)
-    return replace(mode, frozen_in_train=modes.frozen_in_train(), norms_in_eval=norms)
+    return replace(
+        mode,
+        frozen_in_train=modes.frozen_in_train(),
+        frozen_dropping=modes.frozen_dropping(),
+        norms_in_eval=norms,
+    )
 
 
 def _compare_with_next_step(
@@ -222,6 +227,11 @@ class ModeWatch:
     def frozen_in_train(self) -> tuple[str, ...]:
         ran = ((name, m) for name, m in innermost_modules(self._model).items() if id(m) in self._ran_in_train)
         return tuple(name for name, module in ran if module._buffers and not _learns(module, recurse=True))
+
+    def frozen_dropping(self) -> tuple[str, ...]:
+        frozen, modules = in_frozen_parts(self._model), innermost_modules(self._model).items()
+        ran = ((name, m) for name, m in modules if id(m) in frozen and id(m) in self._ran_in_train)
+        return tuple(name for name, module in ran if _acts_by_mode(module))
 
     def norms_in_eval(self) -> tuple[str, ...]:
         norms = {*batch_norms(self._model).values()}
