@@ -20,6 +20,7 @@ from pytest_fsdp_meta.checks.tracing.judge import (
     find_place,
     follow_step,
 )
+from pytest_fsdp_meta.checks.training.judge.optimization import describe_groups
 from pytest_fsdp_meta.evidence import Evidence, RankInventory, TensorFacts
 from pytest_fsdp_meta.judging.gates import global_losses, slice_losses
 from pytest_fsdp_meta.judging.limits import loss_tolerances
@@ -62,11 +63,12 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     kept = tuple(dict.fromkeys(name for step in evidence.training_mode or () for name in step.norms_in_eval))
     norms = evidence.reference.batch_norms if evidence.reference is not None else ()
     built = evidence.inventory[0].optimizer  # None for one that Subject(optimizer=...) builds
+    groups = "" if built is None else describe_groups([built])
     found = {
         "one rate": rates,
         "norms in eval": tuple(name for name in norms if name not in kept),
         "norms kept": kept,
-        "own groups": (built.kind,) if built is not None else (),
+        "own groups": (f"{built.kind} ({groups})",) if built is not None and groups else (),
     }
     return {
         **{kind: names for kind, names in found.items() if names},

@@ -41,7 +41,7 @@ NOTES = {
     "one rate": "the schedule was compared at one learning rate, {}; pass more steps=, or let it change within them",
     "norms in eval": "results were compared with {} in eval(); statistics in train() are compared between ranks only",
     "norms kept": "in the trainer's own step, {} ran in eval(), which never updates running statistics",
-    "own groups": "the reference has copies of the parameter groups of {}, so wrong groups would pass; -v lists them",
+    "own groups": "the reference has copies of the parameter groups of {}, so wrong groups would pass",
     "square experts": "a loader that transposes {} would pass where the reference is converted by the same code, "
     "because they are square; let the intermediate size differ, as tiny_checkpoint(..., revealing=True) does",
 }

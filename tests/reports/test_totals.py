@@ -233,12 +233,13 @@ def test_what_training_compares_with_nothing_is_named() -> None:
     assert evidence.reference is not None
     reference = replace(evidence.reference, batch_norms=("bn", "kept"))
     modes = tuple(replace(step, norms_in_eval=("kept",)) for step in evidence.training_mode or ())
-    built = tuple(replace(rank, optimizer=OptimizerFacts("AdamW")) for rank in evidence.inventory)
+    adamw = OptimizerFacts("AdamW", settings={"a": {"weight_decay": "0.1"}, "b": {"weight_decay": "0.0"}})
+    built = tuple(replace(rank, optimizer=adamw) for rank in evidence.inventory)
     notes = notes_on(replace(evidence, reference=reference, training_mode=modes, inventory=built))
     assert {kind: notes[kind] for kind in ("norms in eval", "norms kept", "own groups")} == {
         "norms in eval": ("bn",),
         "norms kept": ("kept",),
-        "own groups": ("AdamW",),
+        "own groups": ("AdamW (1 parameter with weight_decay=0.1; 1 parameter with weight_decay=0.0)",),
     }
 
 

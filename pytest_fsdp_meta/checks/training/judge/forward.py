@@ -77,7 +77,8 @@ def _explain(stale: StaleWeight, tied: tuple[str, ...]) -> Explanation:
 
 @training_check(
     promise="in a training step, modules that learn are in train(), or the whole model is in eval(); in eval(), no "
-    "module drops elements; in train(), each dropout drops the same fraction as in the reference, or nothing",
+    "module drops elements; in train(), each dropout drops the same fraction as in the reference, or nothing; frozen "
+    "parts that the reference has in eval() are not in train()",
     needs=["inventory", "training_mode"],
     uses=["reference", "training"],
     after=BLOCKING_CHECKS,

@@ -58,12 +58,16 @@ def optimizer_owns_parameters(view: View) -> Iterable[Finding]:
     yield from _wrongly_held(view, optimizers)
     yield from _otherwise_set(view, optimizers)
     # Of an optimizer that is passed as an object, the reference copies the groups with their mistakes.
-    known = list({name: own for _, optimizer in optimizers for name, own in optimizer.settings.items()}.values())
+    if groups := describe_groups(optimizer for _, optimizer in optimizers):
+        raise Noted(f"{kind}: {groups}")
+
+
+def describe_groups(optimizers: Iterable[OptimizerFacts]) -> str:
+    """Return how many parameters have which settings, as far as these differ; empty if there are none."""
+    known = list({name: own for optimizer in optimizers for name, own in optimizer.settings.items()}.values())
     shown = [key for key in SETTINGS if len({own.get(key) for own in known}) > 1] or ["weight_decay"]
     groups = Counter(", ".join(f"{key}={own.get(key)}" for key in shown) for own in known)
-    if groups:
-        counts = (f"{counted(number, 'parameter')} with {settings}" for settings, number in groups.items())
-        raise Noted(f"{kind}: {'; '.join(counts)}")
+    return "; ".join(f"{counted(number, 'parameter')} with {settings}" for settings, number in groups.items())
 
 
 def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
