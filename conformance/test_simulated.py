@@ -55,7 +55,7 @@ SAME = (
 )
 OWN_MODELS = [name for name, defect in DEFECTS.items() if defect.caught_by in SIMULATED and not defect.simulated]
 RUN_THE_MODEL = {"parameter_recreated_after_a_forward", "parameter_of_the_root_recreated_after_a_forward"}
-NOTHING_TRAINED = "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+NOTHING_TRAINED = "Subject(optimizer=...) is a callable, and nothing was trained"
 UNSEEN = {
     "optimizer_that_goes_by_the_size_of_a_shard": NOTHING_TRAINED,
     "groups_by_the_names_of_a_wrapped_model": NOTHING_TRAINED,

@@ -63,12 +63,11 @@ def notes_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
     kept = tuple(dict.fromkeys(name for step in evidence.training_mode or () for name in step.norms_in_eval))
     norms = evidence.reference.batch_norms if evidence.reference is not None else ()
     built = evidence.inventory[0].optimizer  # None for one that Subject(optimizer=...) builds
-    groups = "" if built is None else describe_groups([built])
     found = {
         "one rate": rates,
         "norms in eval": tuple(name for name in norms if name not in kept),
         "norms kept": kept,
-        "own groups": (f"{built.kind} ({groups})",) if built is not None and groups else (),
+        "own groups": (f"{built.kind} ({groups})",) if built and (groups := describe_groups([built])) else (),
     }
     return {
         **{kind: names for kind, names in found.items() if names},

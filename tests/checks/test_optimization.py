@@ -106,7 +106,7 @@ def test_a_built_optimizer_is_judged_without_training():
     found = verdict(OWNS, untrained(healthy(), replace(usual, held=usual.held | {MIDDLE: 0})))
     assert [finding.tensor for finding in found.findings] == [MIDDLE]
     unknown = untrained(healthy(), None)
-    reason = "Subject(optimizer=...) is a callable and was not called: nothing was trained"
+    reason = "Subject(optimizer=...) is a callable, and nothing was trained"
     assert verdict(OWNS, unknown).reason == reason
     found = verdict(OWNS, undeclared(unknown, "training", why="rank 1 raised ValueError: no step", error=True))
     assert (found.status, "(rank 1 raised ValueError: no step)" in found.reason) == ("skipped", True)

@@ -194,7 +194,8 @@ def _not_restored(
             owner = _kept_beside(view, {rank: after[rank].tensors[name] for rank in others})
             inventory = view.evidence.inventory
             loaded = all(inventory[rank].by_name[name].digest == after[rank].tensors[name] for rank in others)
-            as_loaded = _NOT_SAVED if loaded and _restores(view, before, after) else _AS_LOADED
+            restored = _restores(view, inventory[others[0]].by_name[name].kind, before, after)
+            as_loaded = _NOT_SAVED if restored else _AS_LOADED
             explanation = _of_another(owner) if owner else as_loaded if loaded else _CHANGED
             yield Finding(name, others, "different values after loading", SAVED, **explanation)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):
@@ -203,10 +204,12 @@ def _not_restored(
             yield Finding(key, ranks, "different state after loading", "the saved state", **_EXTRA_STATE)
 
 
-def _restores(view: View, before: Sequence[RankSaved], after: Sequence[RankSaved]) -> bool:
-    """Return whether a tensor that training has changed is restored."""
+def _restores(view: View, kind: str, before: Sequence[RankSaved], after: Sequence[RankSaved]) -> bool:
+    """Return whether a tensor of this kind that training has changed is restored."""
     return any(
-        name in loaded.by_name and loaded.by_name[name].digest != digest == restored.tensors.get(name)
+        (tensor := loaded.by_name.get(name)) is not None
+        and tensor.kind == kind
+        and tensor.digest != digest == restored.tensors.get(name)
         for loaded, saved, restored in zip(view.evidence.inventory, before, after, strict=True)
         for name, digest in saved.tensors.items()
     )
@@ -239,6 +242,7 @@ _UNTOUCHED: Explanation = {
 _NOT_SAVED: Explanation = {
     "cause": "it has the values from before the training, and others are restored: save() leaves it out, as by a "
     "filter of names, and resume() loads the weights that the training began with",
+    "remedy": "save all that state_dict() has, and load the checkpoint last",
 }
 _AS_LOADED: Explanation = {
     "cause": "it has the values from before the training: save() writes copies that were made then, or resume() loads "

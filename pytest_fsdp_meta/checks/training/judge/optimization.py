@@ -79,20 +79,15 @@ def _optimizers(view: View) -> list[tuple[int, OptimizerFacts]]:
     found = [run.optimizer for run in runs] if runs else [rank.optimizer for rank in inventory]
     numbered = zip((rank.rank for rank in inventory), found, strict=True)
     optimizers = [(rank, optimizer) for rank, optimizer in numbered if optimizer is not None]
-    if not optimizers and runs:
+    if optimizers:
+        return optimizers
+    if runs:
         raise NotJudged("nothing is trainable")
     failed = view.evidence.unavailable.get("training")
-    if not optimizers and failed is not None and failed.error:
-        raise NotJudged(
-            "Subject(optimizer=...) is a callable, and training failed before what it returned was recorded "
-            f"({failed.summary})"
-        )
-    if not optimizers and failed is not None and failed.kind == "undeclared":
+    if failed is not None and failed.kind == "undeclared":
         raise NotDeclared(failed.missing_field, ", so Subject(optimizer=...) was not called")
-    if not optimizers:
-        why = f" ({failed.summary})" if failed is not None and failed.kind == "unsupported" else ""
-        raise NotJudged(f"Subject(optimizer=...) is a callable and was not called: nothing was trained{why}")
-    return optimizers
+    why = f" ({failed.summary})" if failed is not None and (failed.error or failed.kind == "unsupported") else ""
+    raise NotJudged(f"Subject(optimizer=...) is a callable, and nothing was trained{why}")
 
 
 def _unheld(view: View, rank: int, optimizer: OptimizerFacts) -> list[str]:
@@ -126,13 +121,15 @@ def _unfrozen(view: View) -> dict[str, list[int]]:
 def _otherwise_set(view: View, optimizers: list[tuple[int, OptimizerFacts]]) -> Iterator[Finding]:
     """Report parameters whose group has other settings than the reference's, however little that moves them."""
     reference, kind = view.evidence.reference, optimizers[0][1].kind
+    built = any(rank.optimizer is not None for rank in view.evidence.inventory)
     for name, theirs in (reference.settings if reference is not None else {}).items():
         known = [key for key in SETTINGS if key in theirs]
         held = [(rank, optimizer.settings.get(name, theirs)) for rank, optimizer in optimizers]
         off = [(rank, tuple((k, own[k]) for k in known if own.get(k, theirs[k]) != theirs[k])) for rank, own in held]
         for ours, ranks in ranks_by((rank, differing) for rank, differing in off if differing).items():
             actual, expected = (", ".join(f"{k}={own[k]}" for k, _ in ours) for own in (dict(ours), theirs))
-            explanation = _RENAMED if any(name in optimizer.renamed for _, optimizer in optimizers) else _OTHER_GROUP
+            renamed = any(name in optimizer.renamed for _, optimizer in optimizers)
+            explanation = _UNLIKE_RANK_0 if built else _RENAMED if renamed else _OTHER_GROUP
             yield Finding(name, ranks, f"in a group of {kind} with {actual}", f"with {expected}", **explanation)
 
 
@@ -168,6 +165,10 @@ _ONE_FUNCTION = (
 _OTHER_GROUP = either(_OTHER_GROUPS, _OTHER_CODE, _BY_SHAPES, _ONE_FUNCTION)
 _BY_NAMES = f"it chooses groups by names, which a wrapper changes on the ranks, or {_OTHER_CODE}"
 _RENAMED = either(_OTHER_GROUPS, _BY_NAMES, _BY_SHAPES, _ONE_FUNCTION)
+_UNLIKE_RANK_0: Explanation = {
+    "cause": "the optimizer is built by the rank, or by what the rank holds; the reference has what rank 0 has",
+    "remedy": "choose groups and settings alike on all ranks, by names and whole shapes",
+}
 _UNFROZEN: Explanation = {
     "cause": "it was frozen when the optimizer was built, and nothing adds it when a step unfreezes it",
     "remedy": "call optimizer.add_param_group() where it is unfrozen",

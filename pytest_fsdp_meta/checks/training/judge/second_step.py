@@ -90,11 +90,7 @@ def explain_rates(view: View, runs: Sequence[RankTraining], ranks: Sequence[int]
     if found is None:
         return {}
     step, actual = found
-    pairs_of_texts = (
-        [", ".join(f"{rate:{digits}}" for rate in dict.fromkeys(own)) for own in (actual, rates[step])]
-        for digits in ("g", ".9g", "")
-    )
-    ours, theirs = next(texts for texts in pairs_of_texts if texts[0] != texts[1])
+    ours, theirs = (", ".join(f"{rate:.9g}" for rate in dict.fromkeys(own)) for own in (actual, rates[step]))
     differ = f"the learning rate of step {step} is {ours} on these ranks, and {theirs} in the reference"
     if "scheduler" not in view.evidence.subject.declared:
         return {
