@@ -252,7 +252,7 @@ class Peak:
 
 
 def _allocate_workspaces(device: torch.device) -> None:
-    """Let the libraries allocate what they keep for their products, 32 MiB for cuBLAS, so that it is no loader's."""
+    """Let libraries allocate what they keep for products (cuBLAS: 32 MiB) before the loader's memory is measured."""
     ones = torch.ones(8, 8, device=device)
     torch.nn.functional.linear(ones @ ones, ones, ones[0])
 

@@ -194,8 +194,8 @@ def _not_restored(
             owner = _kept_beside(view, {rank: after[rank].tensors[name] for rank in others})
             inventory = view.evidence.inventory
             loaded = all(inventory[rank].by_name[name].digest == after[rank].tensors[name] for rank in others)
-            restored = _restores(view, inventory[others[0]].by_name[name].kind, before, after)
-            as_loaded = _NOT_SAVED if restored else _AS_LOADED
+            kind = inventory[others[0]].by_name[name].kind
+            as_loaded = _NOT_SAVED if loaded and _restores(view, kind, before, after) else _AS_LOADED
             explanation = _of_another(owner) if owner else as_loaded if loaded else _CHANGED
             yield Finding(name, others, "different values after loading", SAVED, **explanation)
     for key in dict.fromkeys(key for rank in before for key in rank.extra):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from pytest_fsdp_meta.checks.training.facts import StaleWeight
+from pytest_fsdp_meta.checks.training.judge.optimization import IN_TRAIN
 from pytest_fsdp_meta.judging.findings import Explanation, Finding
 from pytest_fsdp_meta.judging.gates import BLOCKING_CHECKS
 from pytest_fsdp_meta.judging.registry import training_check
@@ -107,7 +108,7 @@ def modules_train(view: View) -> Iterable[Finding]:
     kept = view.evidence.reference.in_eval if view.evidence.reference is not None else ()
     frozen = [(rank, name) for rank, step in enumerate(steps) for name in step.frozen_dropping if name in kept]
     for name, ranks in ranks_by(frozen).items():
-        yield Finding(name, ranks, "frozen, and in train()", "in eval(), as in the reference", **FROZEN_IN_TRAIN)
+        yield Finding(name, ranks, "frozen, and in train()", "in eval(), as in the reference", **_FROZEN_IN_TRAIN)
     yield from _other_fractions(view)
     problems = [step.evaluation_problem for step in steps if step.evaluation_problem]
     if problems:
@@ -135,9 +136,9 @@ _OTHER_FRACTION: Explanation = {
     "cause": "the loader builds this dropout from other settings than the reference, or changes them",
     "remedy": "build the model from the reference's configuration; if it is meant, give the reference the same",
 }
-FROZEN_IN_TRAIN: Explanation = {
+_FROZEN_IN_TRAIN: Explanation = {
     "cause": "something calls train() of this frozen part, or nothing its eval(): what it drops is noise for the rest",
-    "remedy": "put frozen parts into eval() when loading and after each train(), or let their own train() do nothing",
+    "remedy": IN_TRAIN["remedy"],
 }
 _PART = "in eval() while the rest of the model trains"
 _WHOLE = "trains in eval() although train() was called in the same step"

@@ -216,9 +216,8 @@ def _gradients_of_ranks_only(view: View, runs: Sequence[RankTraining]) -> Iterat
     sizes = grouped((name, (rank, size)) for rank, run in enumerate(runs) for name, size in run.only_here.items())
     for name in view.names("parameter", only=trained & sizes.keys()):
         ranks, detail = tuple(rank for rank, _ in sizes[name]), f"root mean square {sizes[name][0][1]:.3g}"
-        yield Finding(
-            name, ranks, "a gradient, although the reference has none", "", detail, **_ONLY_HERE, certain=True
-        )
+        actual = "a gradient, although the reference has none"
+        yield Finding(name, ranks, actual, "", detail, **_ONLY_HERE, certain=True)
 
 
 _ONLY_HERE: Explanation = {

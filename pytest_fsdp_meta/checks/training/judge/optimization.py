@@ -236,7 +236,7 @@ def _moved_buffers(view: View, after: Sequence[RankInventory], runs: Sequence[Ra
         if ranks and (name in declared or frozen) and view.judgeable(name):
             modes = [name.rpartition(".")[0] in steps[rank].frozen_in_train for rank in ranks] if steps else [False]
             in_train = by_author and all(modes) and not any(name in runs[rank].buffers.by_step for rank in ranks)
-            yield Finding(name, ranks, "changed in a step", _UNCHANGED, **(_IN_TRAIN if in_train else {}))
+            yield Finding(name, ranks, "changed in a step", _UNCHANGED, **(IN_TRAIN if in_train else {}))
 
 
 def _around(name: str) -> Iterator[str]:
@@ -247,7 +247,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 _UNCHANGED = "bit-identical to the loaded values"
-_IN_TRAIN: Explanation = {
+IN_TRAIN: Explanation = {
     "cause": "its module has nothing to train and runs in train(), where norms update their statistics all the same",
     "remedy": "put frozen parts into eval() when loading and after each train(), or let their own train() do nothing",
 }
